@@ -1,0 +1,1 @@
+"""Decisions as pure functions: snapshot in, decision out."""

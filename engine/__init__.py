@@ -1,0 +1,1 @@
+"""Model execution without a network."""

@@ -1,0 +1,1 @@
+"""Attention over the arena: the function that model code calls and its backends."""

@@ -1,0 +1,1 @@
+"""Who holds which block: a protocol, Redis behind it, and memory for one process."""

@@ -1,0 +1,52 @@
+"""What a worker says about a running request."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from messages.requests import RequestId
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended well; failures are errors, not finish reasons."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """One or more tokens of one choice; the last event of a choice carries `finish_reason`."""
+
+    request_id: RequestId
+    first_index: int
+    """Position of `token_ids[0]` in the choice's output; a receiver drops what it has already seen."""
+    token_ids: tuple[int, ...]
+    choice: int = 0
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Token counts of a finished request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV was found, not computed, before the prefill."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where the KV of one request came from and how it moved."""
+
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    prefill_computed_tokens: int = 0
+    decode_computed_tokens: int = 0
+    """Prompt tokens that the decode worker ran itself."""
+    blocks_moved: int = 0
+    bytes_moved: int = 0
+    transfer_s: float = 0.0
+    """Sum of the durations of the reads."""
+    exposed_s: float = 0.0
+    """Time between token 1 being known to the decode worker and its KV being committed there."""

@@ -1,0 +1,1 @@
+"""Logs, metrics and step records; every name in one place."""
