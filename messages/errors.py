@@ -17,6 +17,7 @@
     |- TransferError              UNAVAILABLE          retryable
     |  |- TransferTimeout         UNAVAILABLE          retryable
     |  `- PeerUnreachable         UNAVAILABLE          retryable
+    |- NeedsPrefill               FAILED_PRECONDITION  retryable
     |- RegistryError              UNAVAILABLE          retryable
     |- ModelRefused               FAILED_PRECONDITION
     `- ConfigError                INVALID_ARGUMENT
@@ -140,6 +141,13 @@ class TransferTimeout(TransferError):
 
 class PeerUnreachable(TransferError):
     """The owner of the blocks does not answer."""
+
+
+class NeedsPrefill(ServingError):
+    """More prompt tokens are uncached on this worker than the caller lets it compute."""
+
+    code = "FAILED_PRECONDITION"
+    retryable = True
 
 
 class RegistryError(ServingError):

@@ -107,6 +107,11 @@ class BlockOwnerStub(object):
         Args:
             channel: A grpc.Channel.
         """
+        self.Describe = channel.unary_unary(
+                '/kvferry.internal.v1.BlockOwner/Describe',
+                request_serializer=messages_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=messages_dot_v1_dot_worker__pb2.DescribeResponse.FromString,
+                _registered_method=True)
         self.Open = channel.unary_unary(
                 '/kvferry.internal.v1.BlockOwner/Open',
                 request_serializer=messages_dot_v1_dot_worker__pb2.OpenRequest.SerializeToString,
@@ -131,6 +136,13 @@ class BlockOwnerStub(object):
 
 class BlockOwnerServicer(object):
     """Missing associated documentation comment in .proto file."""
+
+    def Describe(self, request, context):
+        """Says how to reach this worker's memory, so that a peer can connect before the first hand-off.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Open(self, request, context):
         """Checks owner, incarnation, layout and keys, pins the blocks, answers with a generation.
@@ -163,6 +175,11 @@ class BlockOwnerServicer(object):
 
 def add_BlockOwnerServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=messages_dot_v1_dot_worker__pb2.DescribeRequest.FromString,
+                    response_serializer=messages_dot_v1_dot_worker__pb2.DescribeResponse.SerializeToString,
+            ),
             'Open': grpc.unary_unary_rpc_method_handler(
                     servicer.Open,
                     request_deserializer=messages_dot_v1_dot_worker__pb2.OpenRequest.FromString,
@@ -193,6 +210,33 @@ def add_BlockOwnerServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class BlockOwner(object):
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.internal.v1.BlockOwner/Describe',
+            messages_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
+            messages_dot_v1_dot_worker__pb2.DescribeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Open(request,

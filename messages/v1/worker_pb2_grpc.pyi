@@ -56,6 +56,8 @@ class BlockOwnerStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> BlockOwnerAsyncStub: ...
+    Describe: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeResponse]
+    """Says how to reach this worker's memory, so that a peer can connect before the first hand-off."""
     Open: _grpc.UnaryUnaryMultiCallable[_worker_pb2.OpenRequest, _worker_pb2.OpenResponse]
     """Checks owner, incarnation, layout and keys, pins the blocks, answers with a generation."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_worker_pb2.HandoffRef, _worker_pb2.HandoffStatus]
@@ -68,6 +70,8 @@ class BlockOwnerStub:
 @_typing.type_check_only
 class BlockOwnerAsyncStub(BlockOwnerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Describe: _aio.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeResponse]  # type: ignore[assignment]
+    """Says how to reach this worker's memory, so that a peer can connect before the first hand-off."""
     Open: _aio.UnaryUnaryMultiCallable[_worker_pb2.OpenRequest, _worker_pb2.OpenResponse]  # type: ignore[assignment]
     """Checks owner, incarnation, layout and keys, pins the blocks, answers with a generation."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_worker_pb2.HandoffRef, _worker_pb2.HandoffStatus]  # type: ignore[assignment]
@@ -78,6 +82,14 @@ class BlockOwnerAsyncStub(BlockOwnerStub):
     """The reader needs nothing (more); the owner frees at once. Idempotent."""
 
 class BlockOwnerServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Describe(
+        self,
+        request: _worker_pb2.DescribeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.DescribeResponse, _abc.Awaitable[_worker_pb2.DescribeResponse]]:
+        """Says how to reach this worker's memory, so that a peer can connect before the first hand-off."""
+
     @_abc_1.abstractmethod
     def Open(
         self,

@@ -1,0 +1,232 @@
+"""The asyncio client: one channel, one call path, streams that end when you leave them.
+
+`sync_client.py` is generated from this file by scripts/unasync.py; edit only this one.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import grpc
+import grpc.aio
+
+from kvferry.errors import StreamBroken, error_of_call
+from kvferry.requests import make_chat_request, make_generate_request, make_sampling
+from kvferry.results import Chunk, Completion, ModelCard, completion_of
+from kvferry.v1 import inference_pb2 as v1
+from kvferry.v1.inference_pb2_grpc import InferenceStub
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+    from types import TracebackType
+
+    from typing_extensions import Self, Unpack
+
+    from kvferry.requests import Messages, Prompt, Sampling
+
+
+class _Call(Protocol):
+    """What a stream needs of a call that is under way."""
+
+    def __aiter__(self) -> AsyncIterator[v1.GenerateChunk]: ...
+
+    def cancel(self) -> bool: ...
+
+
+class AsyncStream:
+    """One growing text; iterate inside `async with`, and leaving that block early cancels the call on the server."""
+
+    def __init__(self, start: Callable[[], _Call]) -> None:
+        self._start = start
+        self._call: _Call | None = None
+        self._messages: AsyncIterator[v1.GenerateChunk] | None = None
+        self._pieces: list[str] = []
+        self._token_ids: list[int] = []
+        self._result: Completion | None = None
+        self.request_id = ""
+        """The server's name of the request; empty until the first chunk is there."""
+
+    async def __aenter__(self) -> Self:
+        if self._call is not None:
+            raise RuntimeError("a stream is used once; ask the client for another one")
+        self._call = self._start()
+        self._messages = aiter(self._call)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._messages = None
+        if self._call is not None:
+            self._call.cancel()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        """Wait for the next piece.
+
+        Raises:
+            KVFerryError: The call failed; what had arrived is in its `partial_text`.
+        """
+        while True:
+            message = await self._next_message()
+            if message.token_ids or message.text:
+                return Chunk(text=message.text, token_ids=tuple(message.token_ids))
+
+    async def _next_message(self) -> v1.GenerateChunk:
+        if self._messages is None:
+            raise RuntimeError("iterate over a stream inside its `async with` block")
+        try:
+            message = await anext(self._messages)
+        except grpc.RpcError as failure:
+            raise error_of_call(failure, partial_text=self.text) from failure
+        except StopAsyncIteration:
+            if self._result is None:
+                raise StreamBroken("the stream ended without a finish", partial_text=self.text) from None
+            raise
+        self._take(message)
+        return message
+
+    def _take(self, message: v1.GenerateChunk) -> None:
+        self.request_id = message.request_id or self.request_id
+        self._pieces.append(message.text)
+        self._token_ids.extend(message.token_ids)
+        if message.HasField("finish"):
+            self._result = completion_of(
+                message.finish, text=self.text, token_ids=self._token_ids, request_id=self.request_id
+            )
+
+    @property
+    def text(self) -> str:
+        """What has arrived so far."""
+        return "".join(self._pieces)
+
+    @property
+    def result(self) -> Completion:
+        """The whole text, why it ended and what it cost; there once the iteration has ended.
+
+        Raises:
+            RuntimeError: The stream has not ended, or it failed.
+        """
+        if self._result is None:
+            raise RuntimeError("the stream has no result before its end")
+        return self._result
+
+
+class AsyncClient:
+    """A connection to one KVFerry gateway; safe to share between tasks.
+
+    Args:
+        target: `host:port` of the gateway's gRPC door.
+        timeout_s: Time for a whole call, where the call itself names none; None is no limit.
+        credentials: From `grpc.ssl_channel_credentials(...)`; None is a plain connection.
+    """
+
+    def __init__(
+        self, target: str, *, timeout_s: float | None = None, credentials: grpc.ChannelCredentials | None = None
+    ) -> None:
+        self._timeout_s = timeout_s
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(target)
+        else:
+            self._channel = grpc.aio.secure_channel(target, credentials)
+        self._stub = InferenceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; calls that still run are cancelled."""
+        await self._channel.close()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> AsyncStream:
+        """Continue a prompt, piece by piece.
+
+        Args:
+            prompt: Text, or token ids.
+            model: May be left out when one model is served.
+            timeout_s: Time for the whole call; None is the client's own.
+            **sampling: max_tokens, temperature, top_p, top_k, seed, stop; see `kvferry.Sampling`.
+
+        Raises:
+            InvalidRequest: An argument does not fit the contract. Everything else is raised by the stream.
+        """
+        request = make_generate_request(prompt, model, make_sampling(**sampling))
+        return AsyncStream(partial(self._stub.Generate, request, timeout=self._limit(timeout_s)))
+
+    def stream_chat(
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> AsyncStream:
+        """Answer a conversation, piece by piece; arguments as in `stream`."""
+        request = make_chat_request(messages, model, make_sampling(**sampling))
+        return AsyncStream(partial(self._stub.Chat, request, timeout=self._limit(timeout_s)))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Completion:
+        """Continue a prompt and wait for the whole text; arguments as in `stream`.
+
+        Raises:
+            KVFerryError: The call failed; what had arrived is in its `partial_text`.
+        """
+        async with self.stream(prompt, model=model, timeout_s=timeout_s, **sampling) as chunks:
+            async for _ in chunks:
+                pass
+        return chunks.result
+
+    async def chat(
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Completion:
+        """Answer a conversation and wait for the whole text; arguments as in `stream`.
+
+        Raises:
+            KVFerryError: The call failed; what had arrived is in its `partial_text`.
+        """
+        async with self.stream_chat(messages, model=model, timeout_s=timeout_s, **sampling) as chunks:
+            async for _ in chunks:
+                pass
+        return chunks.result
+
+    async def models(self, *, timeout_s: float | None = None) -> list[ModelCard]:
+        """List the models that are served.
+
+        Raises:
+            KVFerryError: The call failed.
+        """
+        try:
+            reply = await self._stub.Models(v1.ModelsRequest(), timeout=self._limit(timeout_s))
+        except grpc.RpcError as failure:
+            raise error_of_call(failure) from failure
+        return [ModelCard(name=model.name, context_length=model.context_length) for model in reply.models]
+
+    def _limit(self, timeout_s: float | None) -> float | None:
+        return self._timeout_s if timeout_s is None else timeout_s

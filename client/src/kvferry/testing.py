@@ -1,0 +1,216 @@
+"""An in-process server with scripted answers, for tests of programs that use this package.
+
+    async with FakeServer(Answer("Hel", "lo"), Answer("par", error=Overloaded("busy"))) as server:
+        async with AsyncClient(server.target) as client: ...
+
+`with FakeServer(...)` runs the same server in a thread of its own, for tests without an event loop. Answers are used
+in order, one per call; when they are used up, the server echoes the last thing it was told, word by word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+
+from kvferry.errors import ERROR_OF_STATUS, KVFerryError
+from kvferry.v1 import inference_pb2 as v1
+from kvferry.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+    Request = v1.GenerateRequest | v1.ChatRequest
+    Context = grpc.aio.ServicerContext[Any, v1.GenerateChunk]
+
+_REASONS = {"stop": v1.FINISH_REASON_STOP, "length": v1.FINISH_REASON_LENGTH}
+
+
+class Answer:
+    """What the server does for one call: send the pieces, then end in exactly one way.
+
+    Args:
+        *pieces: Text of each chunk; every piece counts as one token.
+        reason: Finish reason of a good end, `stop` or `length`.
+        stop: The stop string that ended the text.
+        error: End with this error instead.
+        broken: End the stream without a finish instead.
+        held: Do not end at all: wait until the client cancels.
+    """
+
+    def __init__(
+        self,
+        *pieces: str,
+        reason: str = "stop",
+        stop: str = "",
+        error: KVFerryError | None = None,
+        broken: bool = False,
+        held: bool = False,
+    ) -> None:
+        self.pieces = pieces
+        self.reason = _REASONS[reason]
+        self.stop = stop
+        self.error = error
+        self.broken = broken
+        self.held = held
+
+
+class FakeServer:
+    """A real gRPC server on a free loopback port; `target` is its address while it is open.
+
+    Args:
+        *answers: Used in order, one per call.
+        models: Name and context length of each model that `models()` lists.
+    """
+
+    def __init__(self, *answers: Answer, models: tuple[tuple[str, int], ...] = (("fake", 4096),)) -> None:
+        self._servicer = _Servicer(answers, models)
+        self._server: grpc.aio.Server | None = None
+        self._thread: _ServerThread | None = None
+        self.target = ""
+
+    @property
+    def requests(self) -> list[Request]:
+        """Every request that arrived, in order, as messages of the contract."""
+        return self._servicer.requests
+
+    @property
+    def num_cancelled(self) -> int:
+        """Calls that the client gave up before their end."""
+        return self._servicer.num_cancelled
+
+    def wait_until_idle(self, *, timeout_s: float = 5.0) -> bool:
+        """Block until no call runs; False when that took too long. Inside a coroutine, call it in another thread."""
+        return self._servicer.is_idle.wait(timeout_s)
+
+    async def __aenter__(self) -> Self:
+        self._server = grpc.aio.server()
+        add_InferenceServicer_to_server(self._servicer, self._server)
+        self.target = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._server is not None:
+            await self._server.stop(grace=None)
+
+    def __enter__(self) -> Self:
+        self._thread = _ServerThread(self)
+        self._thread.start()
+        self._thread.is_open.wait()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._thread is not None:
+            self._thread.close()
+
+
+async def _play(
+    answer: Answer, request_id: str, num_prompt_tokens: int, context: Context
+) -> AsyncIterator[v1.GenerateChunk]:
+    for position, piece in enumerate(answer.pieces):
+        yield v1.GenerateChunk(request_id=request_id, text=piece, token_ids=[position])
+    if answer.held:
+        await asyncio.Event().wait()
+    if answer.error is not None:
+        await context.abort(_status_of(answer.error), answer.error.message)
+    if answer.broken:
+        return
+    usage = v1.Usage(prompt_tokens=num_prompt_tokens, completion_tokens=len(answer.pieces))
+    finish = v1.Finish(reason=answer.reason, stop=answer.stop, usage=usage)
+    yield v1.GenerateChunk(request_id=request_id, finish=finish)
+
+
+def _echo(prompt: str) -> Answer:
+    first, *rest = prompt.split() or [""]
+    return Answer(first, *(f" {word}" for word in rest))
+
+
+def _status_of(error: KVFerryError) -> grpc.StatusCode:
+    codes = (code for code, kind in ERROR_OF_STATUS.items() if isinstance(error, kind))
+    return next(codes, grpc.StatusCode.INTERNAL)
+
+
+class _Servicer(InferenceServicer):
+    """Plays the answers; idle exactly when no call is active."""
+
+    def __init__(self, answers: tuple[Answer, ...], models: tuple[tuple[str, int], ...]) -> None:
+        self.requests: list[Request] = []
+        self.num_cancelled = 0
+        self.is_idle = threading.Event()
+        self.is_idle.set()
+        self._answers = deque(answers)
+        self._models = models
+        self._num_active = 0
+
+    # grpc.aio looks at the handler itself: only an async generator function may answer with a stream.
+    async def Generate(self, request: v1.GenerateRequest, context: Context) -> AsyncIterator[v1.GenerateChunk]:  # noqa: N802
+        prompt = request.text or " ".join(map(str, request.token_ids.ids))
+        async with aclosing(self._run(request, prompt, context)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def Chat(self, request: v1.ChatRequest, context: Context) -> AsyncIterator[v1.GenerateChunk]:  # noqa: N802
+        prompt = request.messages[-1].content if request.messages else ""
+        async with aclosing(self._run(request, prompt, context)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def Models(self, request: v1.ModelsRequest, context: object) -> v1.ModelsResponse:  # noqa: N802
+        return v1.ModelsResponse(models=[v1.Model(name=name, context_length=size) for name, size in self._models])
+
+    async def _run(self, request: Request, prompt: str, context: Context) -> AsyncGenerator[v1.GenerateChunk, None]:
+        self.requests.append(request)
+        self._num_active += 1
+        self.is_idle.clear()
+        answer = self._answers.popleft() if self._answers else _echo(prompt)
+        try:
+            async for chunk in _play(answer, f"fake-{len(self.requests)}", len(prompt.split()), context):
+                yield chunk
+        except (asyncio.CancelledError, GeneratorExit):
+            self.num_cancelled += 1
+            raise
+        finally:
+            self._num_active -= 1
+            if not self._num_active:
+                self.is_idle.set()
+
+
+class _ServerThread(threading.Thread):
+    """Runs a fake server in an event loop of its own until `close`."""
+
+    def __init__(self, fake: FakeServer) -> None:
+        super().__init__(name="kvferry-fake-server", daemon=True)
+        self.is_open = threading.Event()
+        self._fake = fake
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+
+    def run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            # A server that cannot start must not leave `with FakeServer()` waiting.
+            self.is_open.set()
+            self._loop.close()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self.join()
+
+    async def _serve(self) -> None:
+        async with self._fake:
+            self.is_open.set()
+            await self._closing.wait()

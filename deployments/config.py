@@ -1,0 +1,391 @@
+"""AppConfig: every setting of a deployment, read once at the edge and frozen.
+
+One YAML file of this shape describes a whole system; code inside gets plain values from it. Units are part of the
+names. This is the only file that reads the environment.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+
+from messages.errors import ConfigError
+
+DEMO_SOURCE = "demo"
+DEMO_MODEL_NAME = "smollm2-135m-instruct"
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Role = Literal["prefill", "decode", "unified"]
+RequestClass = Literal["any", "short", "long"]
+
+_MIB = 1024**2
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*$", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(value: object) -> object:
+    """Turn "512MiB", "2 GB" or "1024" into bytes; leave what is not text to the type check.
+
+    Raises:
+        ValueError: Text that is not a size.
+    """
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.match(value)
+    if match is None:
+        raise ValueError(f'"{value}" is not a size; write for example "512MiB" or "2GB"')
+    prefix = (match[2] or "").lower()
+    base = 1024 if prefix.endswith("i") else 1000
+    return int(float(match[1]) * base ** _POWERS[prefix[:1]])
+
+
+Bytes = Annotated[
+    int,
+    BeforeValidator(parse_size),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": _SIZE.pattern}]}),
+]
+
+
+class Section(BaseModel):
+    """A part of the config: frozen, strict types, unknown fields refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelConfig(Section):
+    """One served model and the limits of the engine that runs it."""
+
+    name: str = Field(min_length=1, description="Name that clients ask for. Default: made from `source`.")
+    source: str = Field(min_length=1, description='"demo", a folder with a checkpoint, or a hub id.')
+    dtype: Dtype = Field(
+        default="auto",
+        description="Of weights and KV. auto: bfloat16 on a GPU and on CPUs with avx512_bf16, else float32.",
+    )
+    block_size: int = Field(default=32, ge=1, le=1024, description="Tokens per KV block.")
+    context_length: int | None = Field(
+        default=None, ge=2, description="Most tokens of prompt and output together. null: what the model was made for."
+    )
+    kv_memory_bytes: Bytes = Field(
+        default=1024 * _MIB,
+        ge=1,
+        description='KV memory per worker, in bytes or text ("512MiB"). Unused with kv_num_blocks.',
+    )
+    kv_num_blocks: int | None = Field(
+        default=None,
+        ge=2,
+        description="KV blocks per worker and group; goes before kv_memory_bytes. null: from the bytes.",
+    )
+    max_batch_tokens: int = Field(default=512, ge=1, description="Most tokens that one step computes.")
+    prefill_chunk_tokens: int = Field(default=256, ge=1, description="Most prompt tokens of one request in one step.")
+    max_running: int = Field(default=64, ge=1, description="Most requests that one worker advances at a time.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_from_source(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("source"), str) and "name" not in data:
+            return {**data, "name": default_model_name(data["source"])}
+        return data
+
+    @model_validator(mode="after")
+    def _chunk_fits_a_step(self) -> Self:
+        if self.prefill_chunk_tokens > self.max_batch_tokens:
+            raise ValueError("prefill_chunk_tokens must not be larger than max_batch_tokens")
+        return self
+
+
+class PoolConfig(Section):
+    """A group of equal workers: one Serve deployment."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9-]{0,39}$", description="Lower-case letters, digits and dashes.")
+    role: Role = Field(description="prefill, decode, or unified (both).")
+    replicas: int = Field(default=1, ge=1, le=1000, description="Workers in the pool.")
+    requests: RequestClass = Field(
+        default="any",
+        description="Which prefills the pool takes, by tokens still uncached; see routing.long_prefill_tokens.",
+    )
+    num_threads: int | None = Field(
+        default=None,
+        ge=1,
+        description="CPU threads of a worker's step. null: size of cpu_affinity, else half of the cores.",
+    )
+    cpu_affinity: list[int] | None = Field(
+        default=None, min_length=1, description="Cores a worker may run on. null: all."
+    )
+    nice: int = Field(default=0, ge=0, le=19, description="Scheduling niceness of a worker; higher gives way.")
+    host: str | None = Field(
+        default=None, description="Address workers listen on, and are reached at. null: the node's."
+    )
+    num_cpus: float = Field(default=0.1, ge=0, description="CPUs that Ray books per worker; books, does not limit.")
+    num_gpus: float = Field(
+        default=0.0, ge=0, description="GPUs that Ray books per worker. 0: the worker computes on the CPU."
+    )
+    resources: dict[str, float] = Field(default_factory=dict, description="Custom Ray resources per worker.")
+
+    def threads(self, num_cores: int) -> int:
+        """CPU threads of one worker on a node with `num_cores` cores."""
+        if self.num_threads is not None:
+            return self.num_threads
+        return len(self.cpu_affinity) if self.cpu_affinity else max(1, num_cores // 2)
+
+    def has_role(self, role: Literal["prefill", "decode"]) -> bool:
+        """Whether workers of this pool do `role`."""
+        return self.role in (role, "unified")
+
+
+class RoutingConfig(Section):
+    """Thresholds of the router."""
+
+    long_prefill_tokens: int = Field(
+        default=2048, ge=1, description="A request with more uncached prompt tokens than this is long, else short."
+    )
+    local_prefill_max_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Uncached prompt tokens up to which decode computes them itself. null: one block.",
+    )
+
+
+class RegistryConfig(Section):
+    """Where workers say which blocks they hold."""
+
+    urls: list[str] = Field(
+        default_factory=list, description="One redis:// URL per shard. Empty: start an embedded one (local stack only)."
+    )
+    embedded_shards: int = Field(default=2, ge=1, le=16, description="Shards of the embedded registry.")
+    namespace: str = Field(default="kvferry", pattern=r"^[a-zA-Z0-9_.-]{1,64}$", description="Prefix of every key.")
+    lease_s: float = Field(default=3.0, gt=0, description="A worker that does not renew for so long is gone.")
+
+    @model_validator(mode="after")
+    def _urls_are_redis(self) -> Self:
+        for url in self.urls:
+            if not url.startswith(("redis://", "rediss://", "unix://")):
+                raise ValueError(f'"{url}" is not a Redis URL; write for example "redis://10.0.0.5:6379/0"')
+        return self
+
+
+class HandoffConfig(Section):
+    """Time limits of a hand-off of KV blocks."""
+
+    lease_s: float = Field(
+        default=30.0, gt=0, description="Prefill keeps a request's blocks so long for a silent reader."
+    )
+    read_deadline_s: float = Field(default=10.0, gt=0, description="A read of blocks that takes longer has failed.")
+
+    @model_validator(mode="after")
+    def _read_ends_inside_the_lease(self) -> Self:
+        if self.read_deadline_s >= self.lease_s:
+            raise ValueError("read_deadline_s must be less than lease_s")
+        return self
+
+
+class LimitsConfig(Section):
+    """What one request may ask for and how much may wait."""
+
+    max_queue: int = Field(default=256, ge=1, description="Requests in the gateway at a time; one more is refused.")
+    max_body_bytes: Bytes = Field(default=16 * _MIB, ge=1024, description="Largest HTTP body or gRPC message.")
+    max_stop: int = Field(default=16, ge=0, description="Stop strings per request.")
+    max_buffered_events: int = Field(
+        default=1024, ge=1, description="Token events that may wait for a slow client before its request is aborted."
+    )
+    request_timeout_s: float = Field(default=600.0, gt=0, description="Deadline of a request that names none.")
+
+
+class GatewayConfig(Section):
+    """The doors."""
+
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="Address to listen on; 0.0.0.0 for every interface."
+    )
+    grpc_port: int = Field(default=9000, ge=1, le=65535, description="Port of the gRPC API.")
+    http_port: int = Field(default=8000, ge=1, le=65535, description="Port of the OpenAI-compatible HTTP API.")
+    drain_s: float = Field(
+        default=10.0, ge=0, description="Running requests may go on for so long when the system stops."
+    )
+    num_cpus: float = Field(default=0.1, ge=0, description="CPUs that Ray books for a gateway.")
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Self:
+        if self.grpc_port == self.http_port:
+            raise ValueError(f"grpc_port and http_port are both {self.grpc_port}")
+        return self
+
+
+def _default_pools() -> list[PoolConfig]:
+    return [PoolConfig(name="prefill", role="prefill"), PoolConfig(name="decode", role="decode")]
+
+
+class AppConfig(Section):
+    """A whole deployment, version 1."""
+
+    version: Literal[1] = Field(description="Version of this format.")
+    models: list[ModelConfig] = Field(description="Served models; exactly one for now.")
+    pools: list[PoolConfig] = Field(default_factory=_default_pools, description="Groups of workers.")
+    routing: RoutingConfig = Field(default_factory=RoutingConfig, description="Who computes what.")
+    registry: RegistryConfig = Field(default_factory=RegistryConfig, description="Who holds which block.")
+    handoff: HandoffConfig = Field(default_factory=HandoffConfig, description="Moving blocks.")
+    limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Limits on requests.")
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig, description="The doors.")
+    step_log_dir: str | None = Field(
+        default=None, description="Folder for one JSONL file of step records per worker. null: none are written."
+    )
+    transport: Literal["nixl"] = Field(default="nixl", description="How block bytes move between workers.")
+
+    @model_validator(mode="after")
+    def _is_servable(self) -> Self:
+        if len(self.models) != 1:
+            raise ValueError(f"models: exactly one model is accepted for now, got {len(self.models)}")
+        names = [pool.name for pool in self.pools]
+        if len(set(names)) != len(names):
+            raise ValueError("pools: two pools have the same name")
+        if not any(pool.has_role("decode") for pool in self.pools):
+            raise ValueError("pools: none decodes; add one with role decode or unified")
+        for kind in ("short", "long"):
+            if not any(pool.has_role("prefill") and pool.requests in ("any", kind) for pool in self.pools):
+                raise ValueError(f"pools: none takes {kind} prefills; add one with requests: any or {kind}")
+        return self
+
+    @property
+    def model(self) -> ModelConfig:
+        """The one served model."""
+        return self.models[0]
+
+    @property
+    def local_prefill_max_tokens(self) -> int:
+        """Uncached prompt tokens that decode computes itself."""
+        limit = self.routing.local_prefill_max_tokens
+        return self.model.block_size if limit is None else limit
+
+    def pool(self, name: str) -> PoolConfig:
+        """The pool called `name`.
+
+        Raises:
+            ConfigError: There is none.
+        """
+        for pool in self.pools:
+            if pool.name == name:
+                return pool
+        raise ConfigError(f'no pool is called "{name}"; there are {", ".join(p.name for p in self.pools)}')
+
+    def prefill_range(self, name: str) -> tuple[int, int | None]:
+        """Least and most uncached prompt tokens that pool `name` takes; None is without limit."""
+        boundary = self.routing.long_prefill_tokens
+        ranges = {"any": (0, None), "short": (0, boundary), "long": (boundary + 1, None)}
+        return ranges[self.pool(name).requests]
+
+
+def default_model_name(source: str) -> str:
+    """Name a model after where it comes from: the demo's own, a folder's last part, a hub id as it is."""
+    if source == DEMO_SOURCE:
+        return DEMO_MODEL_NAME
+    is_path = source.startswith(("/", "./", "../", "~")) or Path(source).is_dir()
+    return Path(source).expanduser().resolve().name if is_path else source
+
+
+def cache_dir() -> Path:
+    """Folder for fetched models: $KVFERRY_CACHE_DIR, else ~/.cache/kvferry."""
+    configured = os.environ.get("KVFERRY_CACHE_DIR")
+    return Path(configured) if configured else Path.home() / ".cache" / "kvferry"
+
+
+def demo_config(*, grpc_port: int = 9000, http_port: int = 8000, num_gpus: float = 0.0) -> AppConfig:
+    """One gateway, one prefill and one decode worker on this machine, embedded registry of two shards.
+
+    Args:
+        grpc_port: Port of the gRPC API.
+        http_port: Port of the HTTP API.
+        num_gpus: GPUs to book for each worker.
+    """
+    num_cores = len(os.sched_getaffinity(0))
+    return AppConfig(
+        version=1,
+        models=[ModelConfig(name=DEMO_MODEL_NAME, source=DEMO_SOURCE)],
+        pools=[
+            # A demo sends one request at a time: decode is idle while prefill computes.
+            PoolConfig(
+                name="prefill", role="prefill", host="127.0.0.1", num_gpus=num_gpus, num_threads=max(1, num_cores)
+            ),
+            PoolConfig(name="decode", role="decode", host="127.0.0.1", num_gpus=num_gpus),
+        ],
+        gateway=GatewayConfig(grpc_port=grpc_port, http_port=http_port),
+    )
+
+
+def parse_config(data: Mapping[str, Any], *, origin: str = "config") -> AppConfig:
+    """Check `data` and freeze it.
+
+    Raises:
+        ConfigError: A field is wrong; one line that starts with `origin` and names the field.
+    """
+    try:
+        return AppConfig.model_validate(dict(data))
+    except ValidationError as error:
+        raise ConfigError(f"{origin}: {_first_line(error)}") from None
+
+
+def load_config(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> AppConfig:
+    """Read a YAML file, or start from the demo's settings without one, and apply `overrides`.
+
+    Args:
+        path: The file; None for the demo's settings.
+        overrides: Dotted field to value, e.g. {"gateway.grpc_port": 9001, "models.0.dtype": "float32"}.
+
+    Raises:
+        ConfigError: The file cannot be read or a field is wrong; one line that names it.
+    """
+    data = demo_config().model_dump(mode="json") if path is None else _read_yaml(path)
+    for field, value in (overrides or {}).items():
+        _assign(data, field, value)
+    return parse_config(data, origin=str(path) if path else "config")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected fields such as `version: 1` and `models:`, got {type(data).__name__}")
+    return data
+
+
+def _assign(data: dict[str, Any], field: str, value: object) -> None:
+    *parents, last = field.split(".")
+    node: Any = data
+    try:
+        for part in parents:
+            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+        node[int(last) if isinstance(node, list) else last] = value
+    except (ValueError, IndexError, TypeError, AttributeError):
+        raise ConfigError(f"cannot set {field}: the config has no such place") from None
+
+
+def _first_line(error: ValidationError) -> str:
+    details = error.errors(include_url=False)
+    first = details[0]
+    field = ".".join(str(part) for part in first["loc"])
+    text = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        text = f"no such field{_near_miss(first['loc'])}"
+    elif first["type"] == "missing":
+        text = "is missing"
+    elif isinstance(first["input"], str | int | float | bool):
+        text = f"{text}, got {first['input']!r}"
+    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    return f"{field}: {text}{more}" if field else f"{text}{more}"
+
+
+def _near_miss(location: tuple[int | str, ...]) -> str:
+    section: Any = AppConfig
+    for part in location[:-1]:
+        if isinstance(part, str):
+            section = section.model_fields[part].annotation
+            section = next(iter(getattr(section, "__args__", ())), section)
+    close = difflib.get_close_matches(str(location[-1]), section.model_fields, n=1)
+    return f'; did you mean "{close[0]}"?' if close else f"; there are {', '.join(section.model_fields)}"

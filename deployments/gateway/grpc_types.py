@@ -1,0 +1,122 @@
+"""The messages of kvferry.v1: requests in, chunks out."""
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+from kvferry.v1 import inference_pb2
+
+from deployments.gateway.validation import make_spec, role
+from deployments.service import ChatTurn, Chunk, Finish, GenerationSpec, ModelCard, Prompt
+from messages.errors import InvalidRequest
+from messages.tokens import FinishReason
+
+_REASONS = {
+    FinishReason.STOP: inference_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: inference_pb2.FINISH_REASON_LENGTH,
+}
+
+
+def spec_of_generate(request: inference_pb2.GenerateRequest, timeout_s: float | None) -> GenerationSpec:
+    """Check a Generate request.
+
+    Raises:
+        InvalidRequest: A field is unknown here, missing or out of its limits.
+    """
+    refuse_unknown_fields(request)
+    return make_spec(
+        prompt=_prompt(request),
+        model=request.model or None,
+        sampling=_sampling(request.sampling),
+        timeout_s=timeout_s,
+    )
+
+
+def spec_of_chat(request: inference_pb2.ChatRequest, timeout_s: float | None) -> GenerationSpec:
+    """Check a Chat request.
+
+    Raises:
+        InvalidRequest: A field is unknown here, missing or out of its limits.
+    """
+    refuse_unknown_fields(request)
+    if not request.messages:
+        raise InvalidRequest("messages must have at least 1 message", param="messages")
+    turns = tuple(
+        ChatTurn(role=role(message.role, f"messages.{index}.role"), content=message.content)
+        for index, message in enumerate(request.messages)
+    )
+    return make_spec(
+        prompt=turns,
+        model=request.model or None,
+        sampling=_sampling(request.sampling),
+        timeout_s=timeout_s,
+    )
+
+
+def refuse_unknown_fields(message: Message) -> None:
+    """Raise InvalidRequest for a field that a newer client set, here or in a message inside; ignoring it would lie."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        name, number = message.DESCRIPTOR.full_name, unknown[0].field_number
+        raise InvalidRequest(f"unsupported field number {number} of {name}", param=f"{name}:{number}")
+    for field, value in message.ListFields():
+        if field.type != FieldDescriptor.TYPE_MESSAGE:
+            continue
+        for inner in [value] if isinstance(value, Message) else value:
+            refuse_unknown_fields(inner)
+
+
+def _prompt(request: inference_pb2.GenerateRequest) -> Prompt:
+    if request.WhichOneof("prompt") == "token_ids":
+        prompt: Prompt = tuple(request.token_ids.ids)
+    else:
+        prompt = request.text
+    if not prompt:
+        raise InvalidRequest("prompt must not be empty; send text or token_ids", param="prompt")
+    return prompt
+
+
+def _sampling(params: inference_pb2.SamplingParams) -> dict[str, object]:
+    given: dict[str, object] = {field.name: value for field, value in params.ListFields()}
+    if params.stop:
+        given["stop"] = list(params.stop)
+    return given
+
+
+def chunk_message(chunk: Chunk) -> inference_pb2.GenerateChunk:
+    """A chunk for the wire."""
+    return inference_pb2.GenerateChunk(
+        request_id=chunk.request_id,
+        text=chunk.text,
+        token_ids=chunk.token_ids,
+        finish=None if chunk.finish is None else _finish_message(chunk.finish),
+    )
+
+
+def _finish_message(finish: Finish) -> inference_pb2.Finish:
+    usage, provenance = finish.usage, finish.provenance
+    return inference_pb2.Finish(
+        reason=_REASONS[finish.reason],
+        stop=finish.stop or "",
+        usage=inference_pb2.Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=usage.completion_tokens,
+            cached_tokens=usage.cached_tokens,
+        ),
+        provenance=inference_pb2.Provenance(
+            prefill_worker=provenance.prefill_worker,
+            decode_worker=provenance.decode_worker,
+            prefill_computed_tokens=provenance.prefill_computed_tokens,
+            decode_computed_tokens=provenance.decode_computed_tokens,
+            blocks_moved=provenance.blocks_moved,
+            bytes_moved=provenance.bytes_moved,
+            transfer_seconds=provenance.transfer_s,
+            exposed_seconds=provenance.exposed_s,
+        ),
+        timings=inference_pb2.Timings(first_token_seconds=finish.first_token_s, total_seconds=finish.total_s),
+    )
+
+
+def models_message(cards: list[ModelCard]) -> inference_pb2.ModelsResponse:
+    """The served models for the wire."""
+    models = [inference_pb2.Model(name=card.name, context_length=card.context_length) for card in cards]
+    return inference_pb2.ModelsResponse(models=models)

@@ -1,0 +1,227 @@
+"""The HTTP door: the OpenAI chat API, health and metrics.
+
+An error before the first chunk is an HTTP status; after it, an `error` event that ends the stream without [DONE].
+A client that goes away, streaming or not, ends its request at once.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.gateway.exchange import open_chunks
+from deployments.gateway.openai_types import ChatAnswer, ChatRequest, make_answer, model_object, parse_chat_request
+from deployments.gateway.status_codes import error_body, http_headers, http_status, openai_error
+from deployments.service import Chunk, GenerationService
+from messages.errors import ModelNotFound, ServingError
+
+log = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 * 1024**2
+MAX_REQUEST_ID_BYTES = 256
+_EVENT_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+def make_http_app(service: GenerationService, metrics_registry: CollectorRegistry) -> ASGIApp:
+    """The ASGI application of the HTTP door."""
+    pages = _Pages(service, metrics_registry)
+    routes = [
+        Route("/v1/chat/completions", ChatEndpoint(service), methods=["POST"]),
+        Route("/v1/models", pages.models, methods=["GET"]),
+        Route("/v1/models/{name:path}", pages.model, methods=["GET"]),
+        Route("/health", pages.health, methods=["GET"]),
+        Route("/ready", pages.ready, methods=["GET"]),
+        Route("/metrics", pages.metrics, methods=["GET"]),
+    ]
+    handlers: dict[Any, Any] = {ServingError: _on_serving_error, HTTPException: _on_http_error, Exception: _on_crash}
+    return _EchoRequestId(Starlette(routes=routes, exception_handlers=handlers))
+
+
+class ChatEndpoint:
+    """POST /v1/chat/completions as an ASGI application, because it must hear of a disconnect while it answers."""
+
+    def __init__(self, service: GenerationService) -> None:
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        try:
+            body = await _read_body(Request(scope, receive))
+        except ClientDisconnect:
+            return
+        await _until_client_leaves(receive, self._answer(parse_chat_request(body), scope, receive, send))
+
+    async def _answer(self, chat: ChatRequest, scope: Scope, receive: Receive, send: Send) -> None:
+        model = chat.spec.model or next((card.name for card in self._service.models()), "")
+        async with open_chunks(self._service, chat.spec) as chunks:
+            if chat.stream:
+                await _stream(chunks, model, send, include_usage=chat.include_usage)
+                return
+            completion = await _collect(chunks, model)
+        await JSONResponse(completion)(scope, receive, send)
+
+
+class _Pages:
+    """Everything that answers at once."""
+
+    def __init__(self, service: GenerationService, metrics_registry: CollectorRegistry) -> None:
+        self._service = service
+        self._metrics_registry = metrics_registry
+        self._created = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        cards = [model_object(card, created=self._created) for card in self._service.models()]
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        for card in self._service.models():
+            if card.name == name:
+                return JSONResponse(model_object(card, created=self._created))
+        raise ModelNotFound(f"the model {name!r} is not served here", param="model")
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        if self._service.is_ready():
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready"}, status_code=503, headers={"retry-after": "1"})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._metrics_registry), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _read_body(request: Request) -> bytes:
+    too_large = HTTPException(413, f"the body is larger than {MAX_BODY_BYTES} bytes")
+    announced = request.headers.get("content-length", "0")
+    if announced.isdecimal() and int(announced[:20]) > MAX_BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise too_large
+    return bytes(body)
+
+
+async def _until_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end, or cancel it and wait for it when the client disconnects."""
+    answer, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            await answer
+        else:
+            log.info("request.abandoned")
+    finally:
+        answer.cancel()
+        gone.cancel()
+        await asyncio.gather(answer, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _collect(chunks: AsyncIterator[Chunk], model: str) -> dict[str, Any]:
+    received = [chunk async for chunk in chunks]
+    last = received[-1]
+    if last.finish is None:
+        raise ServingError("internal error: the answer ended without its last chunk")
+    content = "".join(chunk.text for chunk in received)
+    return make_answer(last.request_id, model).completion(content, last.finish)
+
+
+async def _stream(chunks: AsyncIterator[Chunk], model: str, send: Send, *, include_usage: bool) -> None:
+    # The first chunk before the status line: until then an error can still be a status.
+    first = await anext(chunks)
+    answer = make_answer(first.request_id, model)
+    await send({"type": "http.response.start", "status": 200, "headers": _raw(_EVENT_STREAM_HEADERS)})
+    role = _event(_with_usage(answer.chunk({"role": "assistant", "content": ""}), include_usage=include_usage))
+    await _send_part(send, role + _events(first, answer, include_usage=include_usage))
+    try:
+        async for chunk in chunks:
+            events = _events(chunk, answer, include_usage=include_usage)
+            if events:
+                await _send_part(send, events)
+    except ServingError as error:
+        await _send_part(send, _event(openai_error(error), name="error"), is_last=True)
+    else:
+        await _send_part(send, b"data: [DONE]\n\n", is_last=True)
+
+
+def _events(chunk: Chunk, answer: ChatAnswer, *, include_usage: bool) -> bytes:
+    parts = []
+    if chunk.text:
+        parts.append(_with_usage(answer.chunk({"content": chunk.text}), include_usage=include_usage))
+    if chunk.finish is not None:
+        last = answer.chunk({}, finish_reason=str(chunk.finish.reason))
+        parts.append(_with_usage(last, include_usage=include_usage))
+        if include_usage:
+            parts.append(answer.usage_chunk(chunk.finish.usage))
+    return b"".join(_event(part) for part in parts)
+
+
+def _with_usage(chunk: dict[str, Any], *, include_usage: bool) -> dict[str, Any]:
+    return chunk | {"usage": None} if include_usage else chunk
+
+
+def _event(data: dict[str, Any], *, name: str | None = None) -> bytes:
+    # ASCII only, because some clients take U+2028 and its like for the end of a line.
+    line = f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+    return (line if name is None else f"event: {name}\n{line}").encode()
+
+
+async def _send_part(send: Send, body: bytes, *, is_last: bool = False) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+
+
+def _raw(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+async def _on_serving_error(request: Request, error: ServingError) -> Response:
+    return JSONResponse(openai_error(error), status_code=http_status(error), headers=http_headers(error))
+
+
+async def _on_http_error(request: Request, error: HTTPException) -> Response:
+    body = error_body(error.detail, kind="invalid_request_error")
+    return JSONResponse(body, status_code=error.status_code, headers=error.headers)
+
+
+async def _on_crash(request: Request, error: Exception) -> Response:
+    return JSONResponse(error_body("internal error", kind="server_error", code="serving_error"), status_code=500)
+
+
+class _EchoRequestId:
+    """Gives the client's own x-request-id back; it names nothing inside."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope.get("headers", ())).get(b"x-request-id", b"")
+        is_plain = all(0x20 <= byte < 0x7F for byte in given) and len(given) <= MAX_REQUEST_ID_BYTES
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start" and given and is_plain:
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", given)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,306 @@
+"""Drives one request through the workers: decide, prefill, hand off, decode; a single gapless token stream comes out.
+
+Token 1 leaves as soon as the prefill worker has sampled it; the transfer goes on behind it. Whatever ends the stream
+early (client gone, deadline, an error) aborts the request on every worker that still holds it.
+"""
+
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+
+from cluster.routing import Decision, Demand, RoutingRules, WorkerView, choose
+from deployments.worker_links import Exchange, Incoming, WorkerLink, WorkerLinks
+from kv_store.block_key import KeyExtras, block_keys, root_key
+from kv_store.registry.protocol import PrefixHits, Registry, WorkerRecord
+from messages.errors import NeedsPrefill, ServingError, Unavailable
+from messages.handoff import BlockKey
+from messages.requests import GenerationRequest, RequestId
+from messages.tokens import Provenance, TokenEvent
+from messages.v1 import worker_pb2 as pb
+from messages.wire import error_from_wire, request_to_wire, tokens_from_wire
+from telemetry.metrics import GatewayMetrics
+
+log = logging.getLogger(__name__)
+
+
+class Router:
+    """Places requests on live workers and relays their tokens."""
+
+    def __init__(
+        self,
+        links: WorkerLinks,
+        registry: Registry,
+        rules: RoutingRules,
+        metrics: GatewayMetrics,
+        max_buffered_events: int,
+    ) -> None:
+        self._links = links
+        self._registry = registry
+        self._rules = rules
+        self._metrics = metrics
+        self._max_buffered_events = max_buffered_events
+
+    def is_ready(self) -> bool:
+        """Whether a prompt of any length could be placed now."""
+        try:
+            choose(Demand(prompt_tokens=1, max_tokens=1), self._views({}), self._rules, force_remote=True)
+        except Unavailable:
+            return False
+        return True
+
+    def context_length(self) -> int | None:
+        """Most tokens of prompt and output together on every live worker; None when there is none."""
+        return min((link.record.context_length for link in self._links.live()), default=None)
+
+    async def route(self, request: GenerationRequest) -> "Route":
+        """Decide where `request` runs.
+
+        Raises:
+            Unavailable: No worker can take it.
+        """
+        hits = await self._lookup(request)
+        return Route(self, request, hits)
+
+    def decide(self, request: GenerationRequest, hits: dict[str, int], *, force_remote: bool = False) -> Decision:
+        """Choose workers from the newest loads and from `hits`, cached tokens by worker id."""
+        demand = Demand(prompt_tokens=len(request.prompt_token_ids), max_tokens=request.sampling.max_tokens)
+        decision = choose(demand, self._views(hits), self._rules, force_remote=force_remote)
+        kind = "local" if decision.prefill is None else "remote"
+        self._metrics.decisions.labels(prefill=kind, prompt_class=decision.prompt_class).inc()
+        return decision
+
+    def exchange(self, request_id: RequestId) -> Exchange:
+        """A new conversation with workers."""
+        return Exchange(request_id, self._max_buffered_events)
+
+    def link(self, worker_id: str) -> WorkerLink:
+        """The live link to a worker.
+
+        Raises:
+            Unavailable: It went away since the decision.
+        """
+        for link in self._links.live():
+            if link.record.worker_id == worker_id:
+                return link
+        raise Unavailable("the chosen worker went away", worker=worker_id)
+
+    @property
+    def local_limit(self) -> int:
+        """Prompt tokens that a decode worker may compute itself."""
+        return self._rules.local_prefill_max_tokens
+
+    async def _lookup(self, request: GenerationRequest) -> dict[str, int]:
+        records = [link.record for link in self._links.live()]
+        if not records:
+            return {}
+        # Workers of one model share the identity that roots their keys.
+        record = records[0]
+        keys = _keys(request, record)
+        hits = await self._registry.lookup(keys) if keys else PrefixHits()
+        return {worker_id: blocks * record.block_size for worker_id, blocks in hits.by_worker.items()}
+
+    def _views(self, hits: dict[str, int]) -> list[WorkerView]:
+        return [_view(link, hits.get(link.record.worker_id, 0)) for link in self._links.live()]
+
+
+class Route:
+    """One request on its way; iterate `tokens` once, then read what it cost."""
+
+    def __init__(self, router: Router, request: GenerationRequest, hits: dict[str, int]) -> None:
+        self.cached_tokens = 0
+        self.provenance = Provenance()
+        self._router = router
+        self._request = request
+        self._hits = hits
+        self._next_index = 0
+
+    async def tokens(self) -> AsyncGenerator[TokenEvent, None]:
+        """The request's tokens in order, without gap or repetition; the last event has a finish reason.
+
+        Raises:
+            ServingError: The request failed; everything it held is being given back.
+        """
+        decision = self._router.decide(self._request, self._hits)
+        if decision.prefill is None:
+            try:
+                async with aclosing(self._run(self._local(decision))) as events:
+                    async for event in events:
+                        yield event
+            except NeedsPrefill:
+                # The registry was wrong about what the worker has; now the prompt is computed elsewhere.
+                decision = self._router.decide(self._request, {}, force_remote=True)
+            else:
+                return
+        async with aclosing(self._run(self._remote(decision) if decision.prefill else self._local(decision))) as events:
+            async for event in events:
+                yield event
+
+    async def _run(self, source: AsyncGenerator[TokenEvent, None]) -> AsyncGenerator[TokenEvent, None]:
+        async with aclosing(source) as events:
+            async for event in events:
+                fresh = _unseen(event, self._next_index)
+                if fresh is not None:
+                    self._next_index = fresh.first_index + len(fresh.token_ids)
+                    yield fresh
+
+    async def _local(self, decision: Decision) -> AsyncGenerator[TokenEvent, None]:
+        request = self._attempt("local")
+        exchange = self._router.exchange(request.request_id)
+        self.provenance = Provenance(decode_worker=decision.decode)
+        submit = pb.SubmitUnified(request=request_to_wire(request))
+        if decision.is_local_limited:
+            submit.max_uncached_tokens = self._router.local_limit
+        try:
+            exchange.join("decode", self._router.link(decision.decode))
+            exchange.send("decode", pb.GatewayMessage(submit_unified=submit))
+            async with aclosing(self._decode_events(exchange, counts_cached=True)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            exchange.abandon("over")
+
+    async def _remote(self, decision: Decision) -> AsyncGenerator[TokenEvent, None]:
+        assert decision.prefill is not None, "a remote decision names a prefill worker"
+        request = self._attempt("remote")
+        exchange = self._router.exchange(request.request_id)
+        self.provenance = Provenance(prefill_worker=decision.prefill, decode_worker=decision.decode)
+        try:
+            exchange.join("decode", self._router.link(decision.decode))
+            exchange.join("prefill", self._router.link(decision.prefill))
+            exchange.send("prefill", pb.GatewayMessage(submit_prefill=pb.SubmitPrefill(request=request_to_wire(request))))
+            first = await self._first_token(exchange, request)
+            yield first
+            if first.finish_reason is not None:
+                return
+            async with aclosing(self._decode_events(exchange)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            exchange.abandon("over")
+
+    async def _first_token(self, exchange: Exchange, request: GenerationRequest) -> TokenEvent:
+        """Follow the prefill, passing its progress on to the decode worker, until token 1 is sampled."""
+        while True:
+            incoming = await exchange.next()
+            event = _event(incoming)
+            if incoming.source == "decode":
+                if event.WhichOneof("body") == "failed":
+                    exchange.finish("decode")
+                    raise error_from_wire(event.failed.error, event.failed.message)
+                continue
+            match event.WhichOneof("body"):
+                case "accepted":
+                    self._hand_over(exchange, request, event.accepted)
+                case "progress":
+                    exchange.send("decode", pb.GatewayMessage(progress=event.progress))
+                case "work_done":
+                    self.provenance = replace(
+                        self.provenance, prefill_computed_tokens=event.work_done.computed_prompt_tokens
+                    )
+                case "failed":
+                    exchange.finish("prefill")
+                    raise error_from_wire(event.failed.error, event.failed.message)
+                case "tokens":
+                    return self._take_first(exchange, tokens_from_wire(event.tokens))
+
+    def _hand_over(self, exchange: Exchange, request: GenerationRequest, accepted: pb.Accepted) -> None:
+        self.cached_tokens = accepted.cached_tokens
+        prepare = pb.Prepare(request=request_to_wire(request), handoff=accepted.handoff)
+        exchange.send("decode", pb.GatewayMessage(prepare=prepare))
+        progress = pb.PrefillProgress(request_id=request.request_id, complete_tokens=accepted.cached_tokens)
+        exchange.send("decode", pb.GatewayMessage(progress=progress))
+
+    def _take_first(self, exchange: Exchange, first: TokenEvent) -> TokenEvent:
+        if first.finish_reason is None:
+            start = pb.Start(request_id=first.request_id, first_token_id=first.token_ids[0])
+            exchange.send("decode", pb.GatewayMessage(start=start))
+        else:
+            exchange.finish("prefill")
+        return first
+
+    async def _decode_events(self, exchange: Exchange, *, counts_cached: bool = False) -> AsyncGenerator[TokenEvent, None]:
+        while True:
+            incoming = await exchange.next()
+            if incoming.source == "prefill":
+                # Token 1 is here; what becomes of the prefill worker is the decode worker's business.
+                continue
+            event = _event(incoming)
+            match event.WhichOneof("body"):
+                case "accepted" if counts_cached:
+                    self.cached_tokens = event.accepted.cached_tokens
+                case "work_done":
+                    self._note_decode(event.work_done)
+                case "failed":
+                    exchange.finish("decode")
+                    raise error_from_wire(event.failed.error, event.failed.message)
+                case "tokens":
+                    tokens = tokens_from_wire(event.tokens)
+                    if tokens.finish_reason is not None:
+                        self._finish(exchange)
+                        yield tokens
+                        return
+                    yield tokens
+
+    def _finish(self, exchange: Exchange) -> None:
+        exchange.finish("decode")
+        if self.provenance.prefill_worker:
+            # Its blocks went back when the decode worker closed the hand-off.
+            exchange.finish("prefill")
+
+    def _note_decode(self, done: pb.WorkDone) -> None:
+        self.provenance = replace(
+            self.provenance,
+            decode_computed_tokens=done.computed_prompt_tokens,
+            blocks_moved=done.blocks_moved,
+            bytes_moved=done.bytes_moved,
+            transfer_s=done.transfer_s,
+            exposed_s=done.exposed_s,
+        )
+
+    def _attempt(self, kind: str) -> GenerationRequest:
+        return replace(self._request, request_id=RequestId(f"{self._request.request_id}.{kind}"))
+
+
+def _event(incoming: Incoming) -> pb.Event:
+    if isinstance(incoming.event, ServingError):
+        raise incoming.event
+    return incoming.event
+
+
+def _unseen(event: TokenEvent, next_index: int) -> TokenEvent | None:
+    """The part of `event` that was not relayed before; None when nothing is left."""
+    skip = next_index - event.first_index
+    if skip < 0:
+        raise ServingError("tokens are missing in the stream", expected=next_index, got=event.first_index)
+    if skip == 0:
+        return event
+    if skip >= len(event.token_ids):
+        return None
+    return replace(event, first_index=next_index, token_ids=event.token_ids[skip:])
+
+
+def _keys(request: GenerationRequest, record: WorkerRecord) -> list[BlockKey]:
+    extras = KeyExtras(
+        model=record.key_model,
+        block_size=record.block_size,
+        codec=record.key_codec,
+        adapter=request.adapter,
+        salt=request.salt,
+    )
+    return block_keys(root_key(extras), request.prompt_token_ids, record.block_size)
+
+
+def _view(link: WorkerLink, cached_tokens: int) -> WorkerView:
+    load = link.load
+    assert load is not None, "a live link has a load"
+    free = min((group.free_blocks + group.cached_blocks for group in load.groups), default=0)
+    return WorkerView(
+        worker_id=link.record.worker_id,
+        pool=link.record.pool,
+        cached_tokens=cached_tokens,
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        running=load.running,
+        waiting=load.waiting,
+        free_tokens=free * link.record.block_size,
+    )

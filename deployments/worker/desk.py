@@ -1,0 +1,353 @@
+"""Where gateway messages, engine events and hand-offs of one worker meet.
+
+It runs on the worker's event loop; the engine calls `on_output` there after every step. A request is known here from its
+Submit or Prepare until its last event is sent and, for a prefill, until its hand-off has let the blocks go.
+"""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from deployments.worker.link import GatewaySession
+from deployments.worker.pull import MakeReader, Pull
+from engine.events import Accepted, Allocated, EngineEvent, Failed, LoadSnapshot, Progress, StepOutput, WorkDone
+from engine.loop import EngineLoop
+from engine.request import Part
+from kv_store.handoff import HandoffTable
+from messages.errors import Draining, InvalidRequest, ServingError
+from messages.handoff import HandoffId
+from messages.requests import RequestId
+from messages.tokens import TokenEvent
+from messages.v1 import worker_pb2 as pb
+from messages.wire import (
+    failed_to_wire,
+    handoff_from_wire,
+    handoff_to_wire,
+    request_from_wire,
+    tokens_to_wire,
+)
+from telemetry.metrics import WorkerCounter
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerIdentity:
+    """Who a worker is in one life."""
+
+    worker_id: str
+    incarnation: str
+    pool: str
+    role: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """One request on this worker."""
+
+    session: GatewaySession
+    part: Part
+    pull: Pull | None = None
+    pull_task: asyncio.Task[None] | None = None
+    handoff_id: HandoffId | None = None
+    has_first: bool = False
+    """PREFILL: token 1 is sent; only the hand-off keeps the blocks."""
+    is_released: bool = False
+    """PREFILL: no reader needs the blocks; they go as soon as token 1 is sent."""
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Events of one turn, by gateway."""
+
+    by_session: dict[GatewaySession, list[pb.Event]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, session: GatewaySession, event: pb.Event) -> None:
+        """Queue one event."""
+        self.by_session[session].append(event)
+
+    def flush(self) -> None:
+        """One StepEvents message per gateway."""
+        for session, events in self.by_session.items():
+            session.send(pb.WorkerMessage(step=pb.StepEvents(events=events)))
+
+
+class Desk:
+    """Routes messages to the engine and events back; every request has exactly one terminal event or was aborted."""
+
+    def __init__(
+        self,
+        identity: WorkerIdentity,
+        engine: EngineLoop,
+        handoffs: HandoffTable,
+        make_reader: MakeReader,
+        clock: Callable[[], float],
+    ) -> None:
+        self._identity = identity
+        self._engine = engine
+        self._handoffs = handoffs
+        self._make_reader = make_reader
+        self._clock = clock
+        self._entries: dict[RequestId, Entry] = {}
+        self._sessions: set[GatewaySession] = set()
+        self._load: LoadSnapshot | None = None
+        self._counters = dict.fromkeys(WorkerCounter, 0.0)
+        self._endings: set[asyncio.Task[None]] = set()
+        self.is_draining = False
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are here in any state."""
+        return len(self._entries)
+
+    def count(self, counter: WorkerCounter, amount: float = 1.0) -> None:
+        """Add to one of the worker's counters."""
+        self._counters[counter] += amount
+
+    # Gateways
+
+    def welcome(self) -> pb.Welcome:
+        """Who this worker is."""
+        identity = self._identity
+        return pb.Welcome(
+            worker_id=identity.worker_id, incarnation=identity.incarnation, pool=identity.pool, role=identity.role
+        )
+
+    def attach(self, session: GatewaySession) -> None:
+        """A gateway has connected; tell it the load at once."""
+        self._sessions.add(session)
+        self._send_load(session)
+
+    def detach(self, session: GatewaySession) -> None:
+        """A gateway is gone: abort what it owned."""
+        self._sessions.discard(session)
+        for request_id in [r for r, entry in self._entries.items() if entry.session is session]:
+            self._abort(request_id)
+
+    def handle(self, session: GatewaySession, message: pb.GatewayMessage) -> None:
+        """One message of a gateway."""
+        match message.WhichOneof("body"):
+            case "submit_unified":
+                limit = message.submit_unified
+                most = limit.max_uncached_tokens if limit.HasField("max_uncached_tokens") else None
+                if self._enter(session, limit.request, Part.WHOLE):
+                    self._engine.submit(request_from_wire(limit.request), Part.WHOLE, max_uncached_tokens=most)
+            case "submit_prefill":
+                if self._enter(session, message.submit_prefill.request, Part.PREFILL):
+                    self._engine.submit(request_from_wire(message.submit_prefill.request), Part.PREFILL)
+            case "prepare":
+                self._prepare(session, message.prepare)
+            case "progress":
+                entry = self._entries.get(RequestId(message.progress.request_id))
+                if entry is not None and entry.pull is not None:
+                    entry.pull.set_progress(message.progress.complete_tokens)
+            case "start":
+                self._start(message.start)
+            case "abort":
+                self._abort(RequestId(message.abort.request_id))
+
+    def send_load(self) -> None:
+        """Heartbeat to every gateway."""
+        for session in self._sessions:
+            self._send_load(session)
+
+    def _send_load(self, session: GatewaySession) -> None:
+        if self._load is not None:
+            session.send(pb.WorkerMessage(load=self._load_message(self._load)))
+
+    def _load_message(self, load: LoadSnapshot) -> pb.Load:
+        counters = dict(load.counters)
+        for name, value in self._counters.items():
+            counters[name.value] = counters.get(name.value, 0.0) + value
+        return pb.Load(
+            groups=[
+                pb.GroupLoad(
+                    name=group.name,
+                    total_blocks=group.total,
+                    free_blocks=group.free,
+                    cached_blocks=group.cached,
+                    referenced_blocks=group.referenced,
+                )
+                for group in load.groups
+            ],
+            running=load.running,
+            waiting=load.waiting,
+            handoffs=len(self._handoffs),
+            queued_prefill_tokens=load.queued_prefill_tokens,
+            draining=self.is_draining,
+            counters=counters,
+        )
+
+    def _enter(self, session: GatewaySession, request: pb.Request, part: Part) -> bool:
+        request_id = RequestId(request.request_id)
+        error: ServingError | None = None
+        if self.is_draining:
+            error = Draining("the worker is about to stop", worker=self._identity.worker_id)
+        elif request_id in self._entries:
+            error = InvalidRequest("a request with this id is already here", request_id=request_id)
+        if error is not None:
+            failed = pb.Event(failed=failed_to_wire(request_id, error))
+            session.send(pb.WorkerMessage(step=pb.StepEvents(events=[failed])))
+            return False
+        self._entries[request_id] = Entry(session=session, part=part)
+        return True
+
+    def _prepare(self, session: GatewaySession, message: pb.Prepare) -> None:
+        if not self._enter(session, message.request, Part.DECODE):
+            return
+        request = request_from_wire(message.request)
+        entry = self._entries[request.request_id]
+        entry.pull = Pull(request.request_id, handoff_from_wire(message.handoff), self._make_reader, self._engine)
+        entry.pull_task = asyncio.create_task(entry.pull.run(), name=f"pull-{request.request_id}")
+        entry.pull_task.add_done_callback(lambda task: self._on_pull_end(request.request_id, task))
+        self._engine.submit(request, Part.DECODE)
+
+    def _start(self, message: pb.Start) -> None:
+        request_id = RequestId(message.request_id)
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.pull is not None:
+            entry.pull.set_started()
+            self._engine.start_decode(request_id, message.first_token_id)
+
+    # Ends
+
+    def _abort(self, request_id: RequestId) -> None:
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return
+        self.count(WorkerCounter.ABORTS)
+        if entry.handoff_id is not None:
+            self._handoffs.release(entry.handoff_id, self._identity.incarnation, self._clock())
+            self.settle()
+        self._let_go(request_id, entry)
+
+    def _let_go(self, request_id: RequestId, entry: Entry) -> None:
+        """The engine forgets the request once nothing writes into its blocks any more."""
+        if entry.pull_task is None or entry.pull_task.done():
+            self._engine.abort(request_id)
+            return
+        ending = asyncio.create_task(self._stop_pull(request_id, entry.pull_task), name=f"stop-{request_id}")
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+
+    async def _stop_pull(self, request_id: RequestId, task: asyncio.Task[None]) -> None:
+        task.cancel()
+        await asyncio.wait([task])
+        self._engine.abort(request_id)
+
+    def _on_pull_end(self, request_id: RequestId, task: asyncio.Task[None]) -> None:
+        entry = self._entries.get(request_id)
+        if entry is None or entry.pull is None or task.cancelled():
+            return
+        stats = entry.pull.stats
+        self.count(WorkerCounter.TRANSFER_BYTES, stats.size_bytes)
+        self.count(WorkerCounter.TRANSFER_BLOCKS, stats.blocks)
+        self.count(WorkerCounter.TRANSFER_SECONDS, stats.transfer_s)
+        self.count(WorkerCounter.TRANSFER_FAILURES, float(stats.has_failed))
+        fault = task.exception()
+        if fault is not None:
+            log.error("pull.crashed request_id=%s", request_id, exc_info=fault)
+            error = fault if isinstance(fault, ServingError) else ServingError("reading the KV blocks failed")
+            entry.session.send(
+                pb.WorkerMessage(step=pb.StepEvents(events=[pb.Event(failed=failed_to_wire(request_id, error))]))
+            )
+            self._abort(request_id)
+
+    def settle(self) -> None:
+        """Give back the blocks of hand-offs that are over, at once or as soon as token 1 is sent."""
+        for request_id in self._handoffs.pop_freed():
+            entry = self._entries.get(request_id)
+            if entry is None or entry.has_first:
+                self._entries.pop(request_id, None)
+                self._engine.abort(request_id)
+            else:
+                entry.is_released = True
+
+    def expire(self) -> None:
+        """Fence the hand-offs whose lease is over."""
+        expired = self._handoffs.expire(self._clock())
+        if expired:
+            log.warning("lease.expired num=%d", len(expired))
+            self.count(WorkerCounter.LEASES_EXPIRED, len(expired))
+            self.settle()
+
+    # Engine
+
+    def on_output(self, output: StepOutput) -> None:
+        """Everything one turn of the engine gave."""
+        was_busy = self._load is None or self._load.running + self._load.waiting + self._load.held > 0
+        self._load = output.load
+        outbox = Outbox()
+        for event in output.events:
+            entry = self._entries.get(event.request_id)
+            if entry is not None:
+                self._deliver(entry, event, outbox)
+        outbox.flush()
+        is_busy = output.load.running + output.load.waiting + output.load.held > 0
+        if was_busy and not is_busy:
+            self.send_load()
+
+    def _deliver(self, entry: Entry, event: EngineEvent, outbox: Outbox) -> None:
+        match event:
+            case Accepted():
+                outbox.add(entry.session, pb.Event(accepted=self._accepted(entry, event)))
+            case Allocated():
+                assert entry.pull is not None, "only a DECODE part is allocated for"
+                entry.pull.set_destination(event.groups, event.cached_tokens)
+                accepted = pb.Accepted(request_id=event.request_id, cached_tokens=event.cached_tokens)
+                outbox.add(entry.session, pb.Event(accepted=accepted))
+            case Progress():
+                progress = pb.PrefillProgress(request_id=event.request_id, complete_tokens=event.complete_tokens)
+                outbox.add(entry.session, pb.Event(progress=progress))
+            case WorkDone():
+                outbox.add(entry.session, pb.Event(work_done=_work_done(entry, event)))
+            case TokenEvent():
+                outbox.add(entry.session, pb.Event(tokens=tokens_to_wire(event)))
+                self._after_tokens(entry, event)
+            case Failed():
+                outbox.add(entry.session, pb.Event(failed=failed_to_wire(event.request_id, event.error)))
+                self._close_entry(event.request_id, entry)
+
+    def _accepted(self, entry: Entry, event: Accepted) -> pb.Accepted:
+        accepted = pb.Accepted(request_id=event.request_id, cached_tokens=event.cached_tokens)
+        if event.groups is not None:
+            num_tokens = event.num_prompt_tokens
+            handoff = self._handoffs.grant(event.request_id, event.groups, num_tokens, self._clock())
+            entry.handoff_id = handoff.handoff_id
+            self.count(WorkerCounter.LEASES_GRANTED)
+            accepted.handoff.CopyFrom(handoff_to_wire(handoff))
+        return accepted
+
+    def _after_tokens(self, entry: Entry, event: TokenEvent) -> None:
+        if event.finish_reason is not None:
+            self._close_entry(event.request_id, entry)
+        elif entry.part is Part.PREFILL:
+            entry.has_first = True
+            if entry.is_released:
+                del self._entries[event.request_id]
+                self._engine.abort(event.request_id)
+
+    def _close_entry(self, request_id: RequestId, entry: Entry) -> None:
+        """The request ended in the engine; a hand-off or a pull of it ends too."""
+        del self._entries[request_id]
+        if entry.handoff_id is not None:
+            self._handoffs.release(entry.handoff_id, self._identity.incarnation, self._clock())
+            self.settle()
+        if entry.pull_task is not None and not entry.pull_task.done():
+            self._let_go(request_id, entry)
+
+
+def _work_done(entry: Entry, event: WorkDone) -> pb.WorkDone:
+    message = pb.WorkDone(
+        request_id=event.request_id,
+        computed_prompt_tokens=event.computed_prompt_tokens,
+        queue_s=event.queue_s,
+        prefill_s=event.prefill_s,
+    )
+    if entry.pull is not None:
+        stats = entry.pull.stats
+        message.blocks_moved, message.bytes_moved = stats.blocks, stats.size_bytes
+        message.transfer_s, message.exposed_s = stats.transfer_s, stats.exposed_s
+    return message

@@ -1,0 +1,192 @@
+"""Attention over the arena in plain torch: write the new rows, gather the context, scaled dot products.
+
+Decodes attend together, the query heads of a KV head folded into the query length: a KV head is then read once, and
+bfloat16 on a CPU is several times faster. A prompt's chunk attends alone, in tiles of queries under one mask.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - the name everybody knows
+
+from engine.attention.function import Score
+from engine.attention.plan import DecodePlan, Gather, GroupPlan, GroupShape, PrefillPlan, RowGeometry, plan_group
+from engine.batch import Batch
+from kv_store.layout import Arena
+from messages.errors import ModelRefused
+
+QUERY_TILE = 128
+"""Queries per tile of a prompt's chunk: the mask and the scores of a tile stay small at any context length."""
+
+StatisticsHook = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Called per layer with its number, queries (H, T, D), new keys (H_kv, T, D) and output (T, H, D_v); must not change
+them."""
+
+
+class CausalMasks:
+    """Masks of one window, all of them the bottom right corner of one matrix that grows with the longest context."""
+
+    def __init__(self, window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+        self.window = window
+        self._dtype = dtype
+        self._device = device
+        self._matrix = self._make(QUERY_TILE)
+
+    def corner(self, num_queries: int, num_keys: int) -> torch.Tensor:
+        """Return what is added to the scores when the last query stands at the last key, (queries, keys)."""
+        if num_keys > self._matrix.shape[1]:
+            self._matrix = self._make(2 * num_keys)
+        return self._matrix[QUERY_TILE - num_queries :, self._matrix.shape[1] - num_keys :]
+
+    def _make(self, num_keys: int) -> torch.Tensor:
+        queries = torch.arange(num_keys - QUERY_TILE, num_keys, device=self._device)[:, None]
+        distance = queries - torch.arange(num_keys, device=self._device)[None, :]
+        hidden = distance < 0
+        if self.window is not None:
+            hidden |= distance >= self.window
+        return torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layer:
+    """One layer's part of the arena."""
+
+    group: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    key_rows: torch.Tensor
+    value_rows: torch.Tensor
+
+
+class ArenaAttention:
+    """Attention of one model over one arena; makes a step per forward pass."""
+
+    def __init__(self, arena: Arena, dtype: torch.dtype, statistics: StatisticsHook | None = None) -> None:
+        self.num_calls = 0
+        """Layers that have attended since the beginning, summed over all steps."""
+        self._statistics = statistics
+        self._shapes: list[GroupShape] = []
+        self._masks: list[CausalMasks] = []
+        self._layers: dict[int, _Layer] = {}
+        for number, group in enumerate(arena.layout.groups):
+            keys, values = (RowGeometry.of(view) for view in arena.layer_views(group.layers[0]))
+            shape = GroupShape(
+                number=number,
+                window=group.window,
+                block_size=arena.layout.block_size,
+                keys=keys,
+                values=values,
+                dtype=dtype,
+                device=arena.buffer.device,
+            )
+            self._shapes.append(shape)
+            self._masks.append(CausalMasks(group.window, dtype, arena.buffer.device))
+            for layer in group.layers:
+                k, v = arena.layer_views(layer)
+                self._layers[layer] = _Layer(
+                    group=number, keys=k, values=v, key_rows=keys.rows(k), value_rows=values.rows(v)
+                )
+
+    def begin(self, batch: Batch) -> "TorchStep":
+        """Plan one forward pass over a batch with at least one row."""
+        return TorchStep(self, [plan_group(batch, shape) for shape in self._shapes])
+
+    def attend(
+        self,
+        plans: list[GroupPlan],
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        score: Score,
+    ) -> torch.Tensor:
+        """See `AttentionStep.attend`."""
+        place = self._place(layer, key, value, score)
+        plan, masks = plans[place.group], self._masks[place.group]
+        place.keys[plan.blocks, :, plan.offsets] = key.transpose(0, 1).to(place.keys.dtype)
+        place.values[plan.blocks, :, plan.offsets] = value.transpose(0, 1).to(place.values.dtype)
+        out = query.new_empty((query.shape[1], query.shape[0], value.shape[-1]))
+        for decode in plan.decodes:
+            _decode(decode, place, query, score, out)
+        for prefill in plan.prefills:
+            _prefill(prefill, place, masks, query, score, out)
+        self.num_calls += 1
+        if self._statistics is not None:
+            self._statistics(layer, query, key, out)
+        return out
+
+    def _place(self, layer: int, key: torch.Tensor, value: torch.Tensor, score: Score) -> _Layer:
+        place = self._layers.get(layer)
+        if place is None:
+            raise ModelRefused(f"attention of layer {layer}, which the KV layout does not have")
+        heads, k_dim, v_dim = place.keys.shape[1], place.keys.shape[3], place.values.shape[3]
+        if (key.shape[0], key.shape[2], value.shape[2]) != (heads, k_dim, v_dim):
+            raise ModelRefused(f"layer {layer} has KV of another shape than its configuration says")
+        window = self._shapes[place.group].window
+        if score.window is not None and score.window != window:
+            raise ModelRefused(f"layer {layer} asks for a window of {score.window}, its KV group has {window}")
+        return place
+
+
+class TorchStep:
+    """One forward pass: the plans of its batch bound to the arena."""
+
+    __slots__ = ("_attention", "_plans")
+
+    def __init__(self, attention: ArenaAttention, plans: list[GroupPlan]) -> None:
+        self._attention = attention
+        self._plans = plans
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score
+    ) -> torch.Tensor:
+        """See `AttentionStep.attend`."""
+        return self._attention.attend(self._plans, layer, query, key, value, score)
+
+
+def _gather(gather: Gather, place: _Layer, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy whole blocks out of the arena: k (B, H_kv, M * S, D) and v (B, H_kv, M * S, D_v)."""
+    heads = place.keys.shape[1]
+    k = place.key_rows.index_select(0, gather.key_index).view(gather.num_sequences, heads, -1, place.keys.shape[3])
+    v = place.value_rows.index_select(0, gather.value_index).view(
+        gather.num_sequences, heads, -1, place.values.shape[3]
+    )
+    return k.to(dtype), v.to(dtype)
+
+
+def _decode(plan: DecodePlan, place: _Layer, query: torch.Tensor, score: Score, out: torch.Tensor) -> None:
+    k, v = _gather(plan.gather, place, query.dtype)
+    batch, kv_heads, dim = k.shape[0], k.shape[1], k.shape[3]
+    folded = query.index_select(1, plan.tokens).view(kv_heads, -1, batch, dim).permute(2, 0, 1, 3)
+    attended = _attend(folded, k, v, plan.mask, score)
+    out.index_copy_(0, plan.tokens, attended.reshape(batch, query.shape[0], -1))
+
+
+def _prefill(
+    plan: PrefillPlan, place: _Layer, masks: CausalMasks, query: torch.Tensor, score: Score, out: torch.Tensor
+) -> None:
+    k, v = _gather(plan.gather, place, query.dtype)
+    window = masks.window
+    for start in range(plan.start, plan.end, QUERY_TILE):
+        end = min(start + QUERY_TILE, plan.end)
+        first = plan.first_token + start - plan.start
+        first_key = 0 if window is None else max(0, start - window + 1)
+        keys = slice(first_key - plan.first_key, end - plan.first_key)
+        tile = query[None, :, first : first + end - start]
+        mask = masks.corner(end - start, end - first_key)
+        attended = _attend(tile, k[:, :, keys], v[:, :, keys], mask, score)
+        out[first : first + end - start] = attended[0].transpose(0, 1)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, score: Score) -> torch.Tensor:
+    """Attend q (B, H, T, D) over k and v (B, H_kv, L, ...); H is a multiple of H_kv."""
+    if score.softcap is None:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=score.scale, enable_gqa=grouped)
+    scale = q.shape[-1] ** -0.5 if score.scale is None else score.scale
+    by_kv_head = q.unflatten(1, (k.shape[1], -1))
+    scores = torch.matmul(by_kv_head, k.unsqueeze(2).transpose(3, 4)) * scale
+    scores = score.softcap * torch.tanh(scores / score.softcap)
+    weights = (scores + mask.unsqueeze(-3) if mask.dim() > 2 else scores + mask).softmax(-1, dtype=torch.float32)
+    return torch.matmul(weights.to(q.dtype), v.unsqueeze(2)).flatten(1, 2)

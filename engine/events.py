@@ -1,0 +1,83 @@
+"""What an engine tells its worker after a step or a command."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kv_store.local_cache import CacheChanges, GroupCounts
+from messages.errors import ServingError
+from messages.handoff import BlockId, BlockRef
+from messages.requests import RequestId
+from messages.tokens import TokenEvent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """The request has its blocks and will be computed."""
+
+    request_id: RequestId
+    cached_tokens: int
+    num_prompt_tokens: int
+    groups: tuple[tuple[BlockRef | None, ...], ...] | None = None
+    """The prompt's blocks, for a hand-off; None unless the part is PREFILL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Allocated:
+    """A DECODE part has blocks to pull into."""
+
+    request_id: RequestId
+    cached_tokens: int
+    groups: tuple[tuple[BlockId | None, ...], ...]
+    """Per KV group and logical block the destination; None: already here, or a hole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """`complete_tokens` prompt tokens of a PREFILL part have their KV."""
+
+    request_id: RequestId
+    complete_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkDone:
+    """What this worker did for the request; comes just before its last tokens."""
+
+    request_id: RequestId
+    computed_prompt_tokens: int
+    queue_s: float
+    prefill_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """The request is over here and holds nothing."""
+
+    request_id: RequestId
+    error: ServingError
+
+
+EngineEvent = Accepted | Allocated | Progress | WorkDone | TokenEvent | Failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSnapshot:
+    """How busy an engine is."""
+
+    groups: tuple[GroupCounts, ...]
+    running: int
+    waiting: int
+    held: int
+    """Finished prefills whose blocks a hand-off still holds."""
+    queued_prefill_tokens: int
+    counters: dict[str, float]
+    """Monotonic counters by metric name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutput:
+    """Everything one turn of the loop gives."""
+
+    events: Sequence[EngineEvent]
+    changes: CacheChanges
+    load: LoadSnapshot

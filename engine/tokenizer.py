@@ -1,0 +1,123 @@
+"""Text to tokens: a model's own tokenizer and chat template, loaded once."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer
+
+from engine.detokenizer import IncrementalDetokenizer, TokenBytes
+from messages.errors import ConfigError, InvalidRequest
+
+
+class Tokenizer:
+    """Encodes prompts and makes detokenizers; safe to use from several threads."""
+
+    def __init__(self, wrapped: Any, *, eos_ids: frozenset[int]) -> None:
+        self._wrapped = wrapped
+        self._backend = wrapped.backend_tokenizer
+        self.eos_ids = eos_ids
+        """Ids that end generation."""
+        self.vocab_size: int = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
+        """One more than the highest id, added tokens among them."""
+        special = (token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special)
+        self._token_bytes = TokenBytes(self._backend, frozenset(special))
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Tokenizer":
+        """Read the tokenizer of the checkpoint in folder `path`.
+
+        Raises:
+            ConfigError: The folder has no tokenizer that can be used.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ConfigError(f"no model folder at {folder}", path=str(folder))
+        try:
+            wrapped = AutoTokenizer.from_pretrained(str(folder))
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ConfigError(f"cannot load the tokenizer in {folder}: {error}", path=str(folder)) from error
+        if not getattr(wrapped, "is_fast", False):
+            raise ConfigError(f"the tokenizer in {folder} has no fast form (tokenizer.json)", path=str(folder))
+        return cls(wrapped, eos_ids=_eos_ids(folder, wrapped.eos_token_id))
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model says how a conversation becomes a prompt."""
+        return bool(self._wrapped.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Encode a prompt, with BOS where the model wants one and never two.
+
+        Raises:
+            InvalidRequest: The text is not valid Unicode (a lone surrogate).
+        """
+        token_ids: list[int] = self._backend.encode(_checked(text, "prompt"), add_special_tokens=True).ids
+        bos = self._wrapped.bos_token_id
+        while bos is not None and token_ids[:2] == [bos, bos]:
+            token_ids = token_ids[1:]
+        return token_ids
+
+    def render_chat(self, turns: Sequence[tuple[str, str]]) -> list[int]:
+        """Encode a conversation of (role, content) so that the assistant's answer comes next.
+
+        Control tokens are those of the template; one that is spelled out in `content` is ordinary text.
+
+        Raises:
+            InvalidRequest: The model has no chat template, or its template refuses the conversation.
+        """
+        if not self.has_chat_template:
+            raise InvalidRequest("this model has no chat template; send a plain prompt instead", param="messages")
+        conversation = [{"role": role, "content": _checked(content, "messages")} for role, content in turns]
+        try:
+            token_ids = self._wrapped.apply_chat_template(
+                conversation,
+                add_generation_prompt=True,
+                sanitize_control_tokens=True,
+                return_dict=False,
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, IndexError) as error:
+            message = f"messages: the model's chat template refuses them: {error}"
+            raise InvalidRequest(message, param="messages") from error
+        return [int(token_id) for token_id in token_ids]
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Return the whole text of `token_ids`, without control tokens; equal to what a detokenizer gives in parts."""
+        detokenizer = self.make_detokenizer()
+        return detokenizer.push(token_ids) + detokenizer.flush()
+
+    def make_detokenizer(self) -> IncrementalDetokenizer:
+        """Return a detokenizer for one request."""
+        return IncrementalDetokenizer(self._token_bytes)
+
+
+def _checked(text: str, param: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{param}: not valid Unicode text (a lone surrogate)", param=param) from error
+    return text
+
+
+def _eos_ids(folder: Path, fallback: int | None) -> frozenset[int]:
+    """End tokens of generation_config.json, else of config.json, else the tokenizer's own."""
+    for name in ("generation_config.json", "config.json"):
+        config = _read_json(folder / name)
+        found = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
+        if isinstance(found, int):
+            return frozenset({found})
+        if isinstance(found, list) and found:
+            return frozenset(int(token_id) for token_id in found)
+    return frozenset() if fallback is None else frozenset({fallback})
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        loaded = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}", path=str(path)) from error
+    return loaded if isinstance(loaded, dict) else {}

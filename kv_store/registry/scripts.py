@@ -1,0 +1,34 @@
+"""The registry's atomic steps: Lua that runs inside a shard, each script touching one key."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+Command = tuple[str | bytes | int, ...]
+"""A command's words as they go to a shard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A Lua script and the digest by which a shard that has seen it knows it."""
+
+    text: str
+    digest: str
+
+    def __call__(self, key: bytes, *args: str | bytes | int) -> Command:
+        """Return the command that runs the script on `key`."""
+        return ("EVALSHA", self.digest, 1, key, *args)
+
+
+def _load(name: str) -> Script:
+    text = (Path(__file__).parent / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+    # The digest is the server's own name for the script, not a protection.
+    return Script(text=text, digest=hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+PUBLISH = _load("publish")
+WITHDRAW = _load("withdraw")
+REGISTER = _load("register")
+UNREGISTER = _load("unregister")
+WORKERS = _load("workers")
+ALL = (PUBLISH, WITHDRAW, REGISTER, UNREGISTER, WORKERS)

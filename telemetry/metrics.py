@@ -1,0 +1,133 @@
+"""Every metric name in one file, and the objects behind them.
+
+Workers send monotonic counters and gauges to the gateways in their heartbeats; a gateway exposes its own metrics and
+those of all workers on one `/metrics` page, labelled by worker. A worker that is gone disappears from the page.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+
+class WorkerCounter(StrEnum):
+    """Counters that a worker keeps; the value is the name in a heartbeat and, with `kvferry_`, on the page."""
+
+    PROMPT_TOKENS_COMPUTED = "prompt_tokens_computed_total"
+    PROMPT_TOKENS_LOCAL_CACHE = "prompt_tokens_local_cache_total"
+    PROMPT_TOKENS_TRANSFERRED = "prompt_tokens_transferred_total"
+    GENERATION_TOKENS = "generation_tokens_total"
+    PREEMPTIONS = "preemptions_total"
+    STEPS = "engine_steps_total"
+    PREFIX_QUERIES = "prefix_query_tokens_total"
+    PREFIX_HITS = "prefix_hit_tokens_total"
+    TRANSFER_BYTES = "transfer_bytes_total"
+    TRANSFER_BLOCKS = "transfer_blocks_total"
+    TRANSFER_SECONDS = "transfer_seconds_total"
+    TRANSFER_FAILURES = "transfer_failures_total"
+    RECOMPUTED_TOKENS = "transfer_recomputed_tokens_total"
+    LEASES_GRANTED = "lease_granted_total"
+    LEASES_EXPIRED = "lease_expired_total"
+    REGISTRY_ERRORS = "registry_errors_total"
+    ABORTS = "aborts_total"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupGauge:
+    """Blocks of one KV group on one worker."""
+
+    name: str
+    total: int
+    free: int
+    cached: int
+    referenced: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSample:
+    """The newest heartbeat of one worker."""
+
+    worker_id: str
+    pool: str
+    role: str
+    groups: tuple[GroupGauge, ...] = ()
+    running: int = 0
+    waiting: int = 0
+    handoffs: int = 0
+    queued_prefill_tokens: int = 0
+    counters: Mapping[str, float] = field(default_factory=dict)
+
+
+class WorkerSamples(Protocol):
+    """Where the page finds the newest heartbeats."""
+
+    def samples(self) -> list[WorkerSample]:
+        """One per live worker."""
+        ...
+
+
+class WorkerCollector:
+    """Turns heartbeats into Prometheus families at scrape time."""
+
+    def __init__(self, source: WorkerSamples) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[Metric]:
+        """Families of all live workers."""
+        samples = self._source.samples()
+        labels = ["worker", "pool", "role"]
+        blocks = GaugeMetricFamily("kvferry_kv_blocks", "KV blocks by state.", labels=[*labels, "group", "state"])
+        gauges = {
+            name: GaugeMetricFamily(f"kvferry_worker_{name}", text, labels=labels)
+            for name, text in (
+                ("running", "Requests that advance in steps."),
+                ("waiting", "Requests that wait for blocks or for their KV."),
+                ("handoffs", "Hand-offs whose blocks are held."),
+                ("queued_prefill_tokens", "Prompt tokens still to be computed."),
+            )
+        }
+        counters = {
+            name: CounterMetricFamily(f"kvferry_{name.removesuffix('_total')}", f"Worker counter {name}.", labels=labels)
+            for name in WorkerCounter
+        }
+        for sample in samples:
+            base = [sample.worker_id, sample.pool, sample.role]
+            for group in sample.groups:
+                for state in ("total", "free", "cached", "referenced"):
+                    blocks.add_metric([*base, group.name, state], getattr(group, state))
+            for name, family in gauges.items():
+                family.add_metric(base, getattr(sample, name))
+            for counter, counter_family in counters.items():
+                counter_family.add_metric(base, sample.counters.get(counter, 0.0))
+        yield blocks
+        yield from gauges.values()
+        yield from counters.values()
+
+
+class GatewayMetrics:
+    """What a gateway itself counts, and the page's registry."""
+
+    def __init__(self, workers: WorkerSamples) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(WorkerCollector(workers))
+        self.requests = Counter(
+            "kvferry_requests", "Finished requests by outcome.", ["model", "code"], registry=self.registry
+        )
+        self.in_flight = Gauge("kvferry_requests_in_flight", "Requests between door and end.", registry=self.registry)
+        self.decisions = Counter(
+            "kvferry_router_decisions", "Where prompts were computed.", ["prefill", "prompt_class"], registry=self.registry
+        )
+        self.ttft = Histogram(
+            "kvferry_ttft_seconds", "Time to token 1.", registry=self.registry, buckets=SECONDS_BUCKETS
+        )
+        self.e2e = Histogram(
+            "kvferry_e2e_seconds", "Time to the end.", registry=self.registry, buckets=SECONDS_BUCKETS
+        )
+        self.prompt_tokens = Counter("kvferry_prompt_tokens", "Prompt tokens taken in.", registry=self.registry)
+        self.cached_tokens = Counter("kvferry_cached_tokens", "Prompt tokens reused.", registry=self.registry)
+        self.output_tokens = Counter("kvferry_output_tokens", "Tokens sent to clients.", registry=self.registry)

@@ -1,0 +1,102 @@
+from dataclasses import replace
+
+import pytest
+
+from cluster.pools import PoolSpec
+from cluster.routing import Decision, Demand, RoutingRules, WorkerView, choose
+from messages.errors import Unavailable
+
+RULES = RoutingRules(
+    pools=(
+        PoolSpec(name="short", role="prefill", max_prefill_tokens=2048),
+        PoolSpec(name="long", role="prefill", min_prefill_tokens=2049),
+        PoolSpec(name="decode", role="decode"),
+        PoolSpec(name="both", role="unified"),
+    ),
+    local_prefill_max_tokens=32,
+    long_prefill_tokens=2048,
+)
+
+
+def worker(worker_id: str, pool: str, **fields: int) -> WorkerView:
+    return WorkerView(worker_id=worker_id, pool=pool, **({"free_tokens": 100_000} | fields))
+
+
+S1, S2, L1 = worker("s1", "short"), worker("s2", "short"), worker("l1", "long")
+D1, D2 = worker("d1", "decode"), worker("d2", "decode")
+U1 = worker("u1", "both")
+
+
+def decide(prompt_tokens: int, *workers: WorkerView, force_remote: bool = False) -> Decision:
+    return choose(Demand(prompt_tokens=prompt_tokens, max_tokens=64), workers, RULES, force_remote=force_remote)
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "prefill"), [(1, None), (31, None), (32, None), (33, "s1"), (2048, "s1"), (2049, "l1")]
+)
+def test_prefill_goes_by_the_uncached_tokens(prompt_tokens: int, prefill: str | None) -> None:
+    assert decide(prompt_tokens, S1, L1, D1).prefill == prefill
+
+
+@pytest.mark.parametrize(
+    ("cached", "prefill", "uncached"),
+    [(0, "l1", 20_000), (19_968, None, 32), (19_936, "l1", 20_000), (20_000, None, 1)],
+)
+def test_what_decode_has_cached_decides_between_local_and_remote(
+    cached: int, prefill: str | None, uncached: int
+) -> None:
+    decision = decide(20_000, S1, L1, replace(D1, cached_tokens=cached))
+
+    assert (decision.prefill, decision.uncached_tokens) == (prefill, uncached)
+
+
+def test_a_long_prompt_that_is_cached_at_a_short_prefill_worker_is_short() -> None:
+    decision = decide(20_000, replace(S1, cached_tokens=19_500), L1, D1)
+
+    assert (decision.prefill, decision.prompt_class) == ("s1", "short")
+
+
+def test_a_local_prefill_is_bounded_on_a_decode_worker_and_free_on_a_unified_one() -> None:
+    assert decide(20, S1, D1).is_local_limited
+    assert not decide(20, U1).is_local_limited
+
+
+def test_a_unified_pool_alone_serves_prompts_of_any_length() -> None:
+    decision = decide(20_000, U1)
+
+    assert (decision.decode, decision.prefill) == ("u1", None)
+
+
+def test_a_refused_local_prefill_goes_remote() -> None:
+    assert decide(20, S1, D1, force_remote=True).prefill == "s1"
+
+
+def test_a_pool_without_a_worker_spills_to_another() -> None:
+    assert decide(5000, S1, D1).prefill == "s1"
+    assert decide(100, L1, D1).prefill == "l1"
+
+
+@pytest.mark.parametrize(
+    ("workers", "reason"), [((), "decode"), ((S1, L1), "decode"), ((D1,), "prefill")]
+)
+def test_without_the_needed_workers_the_request_is_refused_at_once(
+    workers: tuple[WorkerView, ...], reason: str
+) -> None:
+    with pytest.raises(Unavailable, match=reason):
+        decide(1000, *workers)
+
+
+def test_decode_goes_where_the_prefix_is_unless_that_worker_is_too_busy() -> None:
+    warm = replace(D2, cached_tokens=960)
+
+    assert decide(1000, S1, D1, warm).decode == "d2"
+    assert decide(1000, S1, D1, replace(warm, running=29)).decode == "d2"
+    assert decide(1000, S1, D1, replace(warm, running=31)).decode == "d1"
+
+
+def test_decode_avoids_a_worker_without_room() -> None:
+    assert decide(1000, S1, replace(D1, free_tokens=500), replace(D2, running=20)).decode == "d2"
+
+
+def test_prefill_goes_to_the_shorter_queue() -> None:
+    assert decide(1000, replace(S1, queued_prefill_tokens=10), S2, D1).prefill == "s2"

@@ -1,0 +1,112 @@
+import socket
+import time
+
+import pytest
+
+from kv_store.registry.redis import RedisRegistry, shard_name
+from kv_store.registry.shard import CircuitBreaker, RegistryShard, ShardFailure, ShardLimits
+from messages.errors import ConfigError
+
+
+def test_a_closed_breaker_lets_everybody_through() -> None:
+    breaker = CircuitBreaker(cooldown_s=1.0)
+
+    assert breaker.is_closed
+    assert breaker.allows(0.0)
+    assert breaker.allows(0.0)
+
+
+def test_a_failure_shuts_everybody_out_until_the_cooldown_is_over() -> None:
+    breaker = CircuitBreaker(cooldown_s=1.0)
+
+    breaker.failed(10.0)
+
+    assert not breaker.is_closed
+    assert not breaker.allows(10.99)
+    assert breaker.allows(11.0)
+
+
+def test_after_the_cooldown_only_one_caller_probes() -> None:
+    breaker = CircuitBreaker(cooldown_s=1.0)
+    breaker.failed(10.0)
+
+    assert breaker.allows(11.0)
+    assert not breaker.allows(11.1)
+
+    breaker.succeeded()
+    assert breaker.allows(11.2)
+
+
+def test_a_probe_that_never_reports_back_is_followed_by_another() -> None:
+    breaker = CircuitBreaker(cooldown_s=1.0)
+    breaker.failed(10.0)
+    breaker.allows(11.0)
+
+    assert breaker.allows(12.0)
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("redis://redis-0.kv:6379/0", "redis-0.kv:6379/0"),
+        ("redis://:secret@redis-0.kv/2", "redis-0.kv:6379/2"),
+        ("rediss://user:secret@redis-0.kv:7000", "redis-0.kv:7000/0"),
+        ("unix:///run/redis.sock", "/run/redis.sock/0"),
+    ],
+)
+def test_a_shards_name_says_where_it_is_and_no_password(url: str, name: str) -> None:
+    assert shard_name(url) == name
+
+
+@pytest.mark.parametrize(
+    ("shards", "namespace"),
+    [
+        ([], "n"),
+        (["http://redis-0"], "n"),
+        (["redis://a:1", "redis://user:pw@a:1/0"], "n"),
+        (["redis://a:1"], ""),
+        (["redis://a:1"], "n/b"),
+    ],
+)
+def test_a_bad_registry_address_is_a_config_error(shards: list[str], namespace: str) -> None:
+    with pytest.raises(ConfigError):
+        RedisRegistry(shards, namespace)
+
+
+async def test_a_port_without_a_server_answers_none_and_is_reported() -> None:
+    failures: list[ShardFailure] = []
+    with socket.socket() as reserved:
+        reserved.bind(("127.0.0.1", 0))
+        url = f"redis://127.0.0.1:{reserved.getsockname()[1]}/0"
+        shard = RegistryShard("s", url, ShardLimits(timeout_s=5.0), failures.append)
+
+        replies = await shard.run("lookup", [("HGETALL", b"k"), ("HGETALL", b"l")])
+        again = await shard.run("lookup", [("HGETALL", b"k")])
+
+    assert replies == [None, None]
+    assert again == [None]
+    assert [(failure.reason, failure.num_commands) for failure in failures] == [("connection", 2), ("skipped", 1)]
+
+
+async def test_a_server_that_says_nothing_costs_one_timeout_and_then_nothing() -> None:
+    failures: list[ShardFailure] = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
+        shard = RegistryShard("s", url, ShardLimits(timeout_s=0.05, cooldown_s=60.0), failures.append)
+
+        await shard.run("lookup", [("HGETALL", b"k")])
+        started_s = time.monotonic()
+        for _ in range(100):
+            await shard.run("lookup", [("HGETALL", b"k")])
+        elapsed_s = time.monotonic() - started_s
+        await shard.close()
+
+    assert failures[0].reason == "timeout"
+    assert {failure.reason for failure in failures[1:]} == {"skipped"}
+    assert elapsed_s < 0.05 * 100 / 2
+
+
+async def test_no_commands_are_no_round_trip() -> None:
+    shard = RegistryShard("s", "redis://127.0.0.1:1/0", ShardLimits(), lambda failure: None)
+
+    assert await shard.run("publish", []) == []
