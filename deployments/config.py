@@ -229,7 +229,7 @@ class AppConfig(Section):
     registry: RegistryConfig = Field(default_factory=RegistryConfig, description="Who holds which block.")
     handoff: HandoffConfig = Field(default_factory=HandoffConfig, description="Moving blocks.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Limits on requests.")
-    gateway: GatewayConfig = Field(default_factory=GatewayConfig, description="The doors.")
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig, description="Where clients connect.")
     step_log_dir: str | None = Field(
         default=None, description="Folder for one JSONL file of step records per worker. null: none are written."
     )

@@ -1,5 +1,6 @@
 """What must hold before anything is started; each check fails with one line that says what to do."""
 
+import contextlib
 import json
 import math
 import socket
@@ -36,11 +37,14 @@ def check_port(host: str, port: int, *, purpose: str, option: str) -> None:
             ) from None
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on now."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Different ports that nobody listens on now."""
+    with contextlib.ExitStack() as probes:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sockets = [probes.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(count)]
+        for probe in sockets:
+            probe.bind((host, 0))
+        return [int(probe.getsockname()[1]) for probe in sockets]
 
 
 def check_memory(config: AppConfig, folder: Path, available_bytes: int | None = None) -> None:

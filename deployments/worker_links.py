@@ -128,7 +128,7 @@ class WorkerLink:
                     self._lose()
                 await asyncio.sleep(POLL_PERIOD_S)
 
-    async def _stream(self, stub: worker_pb2_grpc.WorkerLinkAsyncStub) -> None:
+    async def _stream(self, stub: "worker_pb2_grpc.WorkerLinkAsyncStub") -> None:
         self._outgoing = asyncio.Queue()
         async for message in stub.Connect(self._messages(self._outgoing)):
             match message.WhichOneof("body"):

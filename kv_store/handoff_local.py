@@ -1,10 +1,13 @@
 """A hand-off owner in the reader's own process: the table and a transport, without a network between."""
 
+import logging
 from collections.abc import Callable
 
 from kv_store.handoff import BlockGroups, HandoffTable
 from kv_store.transfer.protocol import BlockTransport
 from messages.handoff import Handoff, OpenReply
+
+log = logging.getLogger(__name__)
 
 
 class LocalHandoffOwner:
@@ -52,4 +55,5 @@ class LocalHandoffOwner:
 
     async def release(self, handoff: Handoff, reason: str) -> None:
         """See `HandoffOwner.release`."""
-        self._table.release(handoff.handoff_id, handoff.incarnation, self._clock())
+        was_held = self._table.release(handoff.handoff_id, handoff.incarnation, self._clock())
+        log.info("handoff.released handoff_id=%s reason=%s was_held=%s", handoff.handoff_id, reason, was_held)

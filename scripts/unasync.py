@@ -18,7 +18,8 @@ Generated from async_client.py by scripts/unasync.py; edit that file.
 """'''
 
 REPLACEMENTS = (
-    (r"\bimport grpc\.aio\n", ""),
+    (r"\bimport (asyncio|grpc\.aio)\n", ""),
+    (r" +#[^\n]*\n +asyncio\.get_running_loop\(\)\n", ""),
     (r"\bgrpc\.aio\.", "grpc."),
     (r"\basync (with|for|def)\b", r"\1"),
     (r"\bawait ", ""),
@@ -26,7 +27,7 @@ REPLACEMENTS = (
     (r"\bStopAsyncIteration\b", "StopIteration"),
     (r"\b__a(enter|exit|iter|next)__\b", r"__\1__"),
     (r"\ba(iter|next)\(", r"\1("),
-    (r"between tasks", "between threads"),
+    (r"made inside the running event loop and safe to share between its tasks", "safe to share between threads"),
 )
 
 

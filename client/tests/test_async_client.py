@@ -128,6 +128,11 @@ async def test_several_streams_share_a_client() -> None:
     assert [c.text for c in completions] == [f"number {n}" for n in range(20)]
 
 
+def test_a_client_made_outside_a_loop_says_so_at_once() -> None:
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        AsyncClient("127.0.0.1:1")
+
+
 async def test_a_stream_outside_its_block_is_refused() -> None:
     async with FakeServer() as server, AsyncClient(server.target) as client:
         stream = client.stream("x")

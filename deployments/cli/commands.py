@@ -56,7 +56,7 @@ def serve(  # noqa: PLR0913  (each is an option of the command line)
     if model is None and config is None:
         raise typer.BadParameter("give --model, --config, or both", param_hint="--model")
     chosen = {"gateway.grpc_port": grpc_port, "gateway.http_port": http_port, "models.0.dtype": dtype}
-    overrides = {field: value for field, value in chosen.items() if value is not None}
+    overrides: dict[str, Any] = {field: value for field, value in chosen.items() if value is not None}
     if model is not None:
         overrides |= {"models.0.source": model, "models.0.name": default_model_name(model)}
     settings = load_config(config, _gpu_overrides(config) | overrides | _assignments(set_))
@@ -68,9 +68,10 @@ def demo(*, verbose: VerboseOption = False) -> None:
     """Start a small system, send it a chat and a question about a long document, show what happened, end."""
     from deployments.demo import measurements_table, run_demo  # noqa: PLC0415  (imports grpc)
     from deployments.local_stack import LocalStack  # noqa: PLC0415  (imports ray)
-    from deployments.preflight import free_port  # noqa: PLC0415
+    from deployments.preflight import free_ports  # noqa: PLC0415
 
-    settings = demo_config(grpc_port=free_port(), http_port=free_port(), num_gpus=_gpus_per_worker(2))
+    grpc_port, http_port = free_ports(2)
+    settings = demo_config(grpc_port=grpc_port, http_port=http_port, num_gpus=_gpus_per_worker(2))
     with fetch_progress() as progress:
         stack = LocalStack(settings, stage_printer(), on_progress=progress, is_verbose=verbose)
         with _exit_when_interrupted(stack.kill), stack:

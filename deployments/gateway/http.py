@@ -23,7 +23,7 @@ from deployments.gateway.exchange import open_chunks
 from deployments.gateway.openai_types import ChatAnswer, ChatRequest, make_answer, model_object, parse_chat_request
 from deployments.gateway.status_codes import error_body, http_headers, http_status, openai_error
 from deployments.service import Chunk, GenerationService
-from messages.errors import ModelNotFound, ServingError
+from messages.errors import Draining, ModelNotFound, ServingError
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +36,11 @@ _EVENT_STREAM_HEADERS = {
 }
 
 
-def make_http_app(service: GenerationService, metrics_registry: CollectorRegistry) -> ASGIApp:
-    """The ASGI application of the HTTP door."""
+def make_http_app(service: GenerationService, metrics_registry: CollectorRegistry, cut: asyncio.Event) -> ASGIApp:
+    """Return the ASGI application of the HTTP door; `cut` ends the answers that still run, with an error."""
     pages = _Pages(service, metrics_registry)
     routes = [
-        Route("/v1/chat/completions", ChatEndpoint(service), methods=["POST"]),
+        Route("/v1/chat/completions", ChatEndpoint(service, cut), methods=["POST"]),
         Route("/v1/models", pages.models, methods=["GET"]),
         Route("/v1/models/{name:path}", pages.model, methods=["GET"]),
         Route("/health", pages.health, methods=["GET"]),
@@ -54,8 +54,9 @@ def make_http_app(service: GenerationService, metrics_registry: CollectorRegistr
 class ChatEndpoint:
     """POST /v1/chat/completions as an ASGI application, because it must hear of a disconnect while it answers."""
 
-    def __init__(self, service: GenerationService) -> None:
+    def __init__(self, service: GenerationService, cut: asyncio.Event) -> None:
         self._service = service
+        self._cut = cut
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -63,7 +64,16 @@ class ChatEndpoint:
             body = await _read_body(Request(scope, receive))
         except ClientDisconnect:
             return
-        await _until_client_leaves(receive, self._answer(parse_chat_request(body), scope, receive, send))
+        chat, reply = parse_chat_request(body), _Reply(send)
+        work = self._answer(chat, scope, receive, reply)
+        interruption = await _unless(work, disconnect=_disconnected(receive), cut=self._cut.wait())
+        if interruption == "disconnect":
+            log.info("request.abandoned")
+        elif interruption == "cut":
+            error = Draining("the server is stopping; send the request again")
+            if not reply.is_started:
+                raise error
+            await reply(_error_part(error))
 
     async def _answer(self, chat: ChatRequest, scope: Scope, receive: Receive, send: Send) -> None:
         model = chat.spec.model or next((card.name for card in self._service.models()), "")
@@ -73,6 +83,18 @@ class ChatEndpoint:
                 return
             completion = await _collect(chunks, model)
         await JSONResponse(completion)(scope, receive, send)
+
+
+class _Reply:
+    """An ASGI `send` that knows whether the status line is out."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_started = False
+
+    async def __call__(self, message: Message) -> None:
+        self.is_started = True
+        await self._send(message)
 
 
 class _Pages:
@@ -119,19 +141,20 @@ async def _read_body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _until_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end, or cancel it and wait for it when the client disconnects."""
-    answer, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+async def _unless(work: Coroutine[Any, Any, None], **interruptions: Coroutine[Any, Any, object]) -> str | None:
+    """Run `work` to its end, or cancel it and wait for it when an interruption comes first; return which one."""
+    answer = asyncio.create_task(work)
+    names = {asyncio.create_task(interruption): name for name, interruption in interruptions.items()}
     try:
-        await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((answer, *names), return_when=asyncio.FIRST_COMPLETED)
         if answer.done():
             await answer
-        else:
-            log.info("request.abandoned")
+            return None
+        return next(name for task, name in names.items() if task.done())
     finally:
-        answer.cancel()
-        gone.cancel()
-        await asyncio.gather(answer, gone, return_exceptions=True)
+        for task in (answer, *names):
+            task.cancel()
+        await asyncio.gather(answer, *names, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -154,16 +177,16 @@ async def _stream(chunks: AsyncIterator[Chunk], model: str, send: Send, *, inclu
     answer = make_answer(first.request_id, model)
     await send({"type": "http.response.start", "status": 200, "headers": _raw(_EVENT_STREAM_HEADERS)})
     role = _event(_with_usage(answer.chunk({"role": "assistant", "content": ""}), include_usage=include_usage))
-    await _send_part(send, role + _events(first, answer, include_usage=include_usage))
+    await send(_part(role + _events(first, answer, include_usage=include_usage)))
     try:
         async for chunk in chunks:
             events = _events(chunk, answer, include_usage=include_usage)
             if events:
-                await _send_part(send, events)
+                await send(_part(events))
     except ServingError as error:
-        await _send_part(send, _event(openai_error(error), name="error"), is_last=True)
+        await send(_error_part(error))
     else:
-        await _send_part(send, b"data: [DONE]\n\n", is_last=True)
+        await send(_part(b"data: [DONE]\n\n", is_last=True))
 
 
 def _events(chunk: Chunk, answer: ChatAnswer, *, include_usage: bool) -> bytes:
@@ -188,8 +211,12 @@ def _event(data: dict[str, Any], *, name: str | None = None) -> bytes:
     return (line if name is None else f"event: {name}\n{line}").encode()
 
 
-async def _send_part(send: Send, body: bytes, *, is_last: bool = False) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+def _part(body: bytes, *, is_last: bool = False) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": not is_last}
+
+
+def _error_part(error: ServingError) -> Message:
+    return _part(_event(openai_error(error), name="error"), is_last=True)
 
 
 def _raw(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:

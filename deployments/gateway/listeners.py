@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_DRAIN_S = 30.0
 _BACKLOG = 2048
+_CUT_GRACE_S = 2
 
 
 class Listeners:
@@ -45,15 +46,18 @@ class Listeners:
         self._host = host
         self._drain_s = drain_s
         self._grpc_server: grpc.aio.Server | None = None
+        cut = asyncio.Event()
         self._http_server = _Uvicorn(
             uvicorn.Config(
-                make_http_app(service, metrics_registry),
+                make_http_app(service, metrics_registry, cut),
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 ws="none",
                 server_header=False,
-            )
+                proxy_headers=False,
+            ),
+            cut,
         )
         self._http_task: asyncio.Task[None] | None = None
 
@@ -110,15 +114,19 @@ class Listeners:
 class _Uvicorn(uvicorn.Server):
     """A uvicorn that is a guest in the event loop: signals belong to the process."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(self, config: uvicorn.Config, cut: asyncio.Event) -> None:
         super().__init__(config)
+        self._cut = cut
         self.is_up = asyncio.Event()
 
     async def stop(self, serving: asyncio.Task[None], drain_s: float) -> None:
         """Drain, cut what is left after `drain_s` seconds, and wait until it is gone."""
-        self.config.timeout_graceful_shutdown = max(1, math.ceil(drain_s)) if drain_s else 0
+        cutting = asyncio.get_running_loop().call_later(drain_s, self._cut.set)
+        # Only for what does not hear of the cut, such as a body that is still being sent.
+        self.config.timeout_graceful_shutdown = math.ceil(drain_s) + _CUT_GRACE_S
         self.should_exit = True
         await serving
+        cutting.cancel()
         await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -106,9 +106,10 @@ class BlockOwner(worker_pb2_grpc.BlockOwnerServicer):
 class RemoteOwner:
     """A HandoffOwner on another worker, called over gRPC."""
 
-    def __init__(self, channel: grpc.aio.Channel, reader_id: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, reader_id: str, fingerprint: str) -> None:
         self._stub = worker_pb2_grpc.BlockOwnerStub(channel)
         self._reader_id = reader_id
+        self._fingerprint = fingerprint
 
     async def describe(self) -> pb.DescribeResponse:
         """How to reach the owner's memory."""
@@ -128,7 +129,7 @@ class RemoteOwner:
             handoff_id=handoff.handoff_id,
             reader_id=self._reader_id,
             incarnation=handoff.incarnation,
-            fingerprint=handoff.fingerprint,
+            fingerprint=self._fingerprint,
             groups=groups_to_wire(groups),
         )
         with _translate():
@@ -157,7 +158,7 @@ def _ref(handoff: Handoff, generation: int) -> pb.HandoffRef:
 
 @contextmanager
 def _translate() -> Iterator[None]:
-    """gRPC faults of a peer become hand-off or transfer errors."""
+    """GRPC faults of a peer become hand-off or transfer errors."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

@@ -106,6 +106,10 @@ class Desk:
         """Add to one of the worker's counters."""
         self._counters[counter] += amount
 
+    def set_count(self, counter: WorkerCounter, total: float) -> None:
+        """Set a counter that is kept elsewhere."""
+        self._counters[counter] = total
+
     # Gateways
 
     def welcome(self) -> pb.Welcome:

@@ -7,19 +7,18 @@ the owner has answered Close with "valid".
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_store.handoff_reader import HandoffReader
+from kv_store.handoff_reader import HandoffReader, LocalGroups
 from messages.errors import HandoffError, TransferError
-from messages.handoff import BlockId, Handoff
+from messages.handoff import Handoff
 from messages.requests import RequestId
 
 log = logging.getLogger(__name__)
 
-LocalGroups = tuple[tuple[BlockId | None, ...], ...]
-MakeReader = Callable[[Handoff, LocalGroups], Awaitable[HandoffReader]]
+MakeReader = Callable[[Handoff, LocalGroups], HandoffReader]
 
 
 class Receiver(Protocol):
@@ -74,7 +73,7 @@ class Pull:
     async def run(self) -> None:
         """Pull everything; on a fault of the transfer hand over what was here before."""
         groups, cached_tokens = await self._destination
-        reader = await self._make_reader(self._handoff, groups)
+        reader = self._make_reader(self._handoff, groups)
         try:
             await self._read(reader)
         except (TransferError, HandoffError) as error:

@@ -5,6 +5,7 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,14 +16,13 @@ from deployments.worker.block_owner import BlockOwner
 from deployments.worker.desk import Desk, WorkerIdentity
 from deployments.worker.link import WorkerLink
 from deployments.worker.membership import Membership
-from deployments.worker.model_host import ModelHost, load_host
+from deployments.worker.model_host import ModelHost
 from deployments.worker.peers import Peers
 from engine.events import StepOutput
 from kv_store.handoff import HandoffTable
-from kv_store.registry.protocol import WorkerRecord
-from kv_store.registry.redis import RedisRegistry
+from kv_store.registry.protocol import Registry, WorkerRecord
 from kv_store.registry.shard import ShardFailure
-from kv_store.transfer.nixl import NixlTransport
+from kv_store.transfer.protocol import BlockTransport
 from messages.errors import ServingError
 from messages.v1 import worker_pb2_grpc
 from telemetry.metrics import WorkerCounter
@@ -40,32 +40,48 @@ GRPC_OPTIONS = (
 )
 
 
+class FailureCount:
+    """Registry operations that a shard did not do."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, failure: ShardFailure) -> None:
+        """Note one; called by the registry."""
+        self.total += failure.num_commands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerParts:
+    """What a worker is made of; the runtime owns transport and registry and closes them."""
+
+    model: ModelHost
+    transport: BlockTransport
+    registry: Registry
+    registry_failures: FailureCount = field(default_factory=FailureCount)
+
+
 class WorkerRuntime:
     """Async context manager: inside it the worker takes work, after it everything is given back."""
 
-    def __init__(self, config: AppConfig, pool: PoolConfig, folder: Path, worker_id: str, host: str) -> None:
+    def __init__(self, config: AppConfig, pool: PoolConfig, worker_id: str, host: str, parts: WorkerParts) -> None:
         self._config = config
         self._pool = pool
-        self._folder = folder
         self._host = host
+        self._parts = parts
         self._worker_id = worker_id
-        self._incarnation = uuid.uuid4().hex
+        self._incarnation = incarnation_of(parts.transport.agent_name)
         self._tasks: list[asyncio.Task[None]] = []
         self._fault: BaseException | None = None
         self.address = ""
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
-        model = await asyncio.to_thread(load_host, self._config, self._pool, self._folder)
-        self._transport = await asyncio.to_thread(
-            NixlTransport, f"{self._worker_id}-{self._incarnation}", model.arena.buffer
-        )
+        model = self._parts.model
         self._server = grpc.aio.server(options=GRPC_OPTIONS)
         port = self._server.add_insecure_port(f"{self._host}:0")
         self.address = f"{self._host}:{port}"
-        self._step_log = StepLog(Path(self._config.step_log_dir) / f"{self._worker_id}.jsonl") if (
-            self._config.step_log_dir
-        ) else None
+        self._step_log = _open_step_log(self._config.step_log_dir, self._worker_id)
         self._engine = model.make_engine(self._sink, self._step_log.append if self._step_log else None)
         self._handoffs = HandoffTable(
             worker_id=self._worker_id,
@@ -74,14 +90,10 @@ class WorkerRuntime:
             fingerprint=model.layout.fingerprint,
             lease_s=self._config.handoff.lease_s,
         )
-        self._registry = RedisRegistry(
-            self._config.registry.urls, self._config.registry.namespace, on_failure=self._on_shard_failure
-        )
         self._peers = Peers(
             self._worker_id,
-            model.layout.fingerprint,
-            self._registry,
-            self._transport,
+            self._parts.registry,
+            self._parts.transport,
             model.arena,
             self._config.handoff.read_deadline_s,
         )
@@ -89,7 +101,7 @@ class WorkerRuntime:
             worker_id=self._worker_id, incarnation=self._incarnation, pool=self._pool.name, role=self._pool.role
         )
         self.desk = Desk(identity, self._engine, self._handoffs, self._peers.make_reader, time.monotonic)
-        self._membership = Membership(self._registry, self._record(model), self._config.registry.lease_s)
+        self._membership = Membership(self._parts.registry, self._record(model), self._config.registry.lease_s)
         await self._serve(model)
         return self
 
@@ -101,8 +113,8 @@ class WorkerRuntime:
         await self._server.stop(grace=0.5)
         await asyncio.to_thread(self._engine.close)
         await self._peers.close()
-        await asyncio.to_thread(self._transport.close)
-        await self._registry.close()
+        await asyncio.to_thread(self._parts.transport.close)
+        await self._parts.registry.close()
         if self._step_log is not None:
             self._step_log.close()
 
@@ -132,7 +144,7 @@ class WorkerRuntime:
     async def _serve(self, model: ModelHost) -> None:
         owner = BlockOwner(
             self._handoffs,
-            self._transport,
+            self._parts.transport,
             tuple(model.arena.group_offset(group) for group in range(len(model.layout.groups))),
             time.monotonic,
             self.desk.settle,
@@ -174,6 +186,7 @@ class WorkerRuntime:
 
     async def _heartbeat(self) -> None:
         while True:
+            self.desk.set_count(WorkerCounter.REGISTRY_ERRORS, self._parts.registry_failures.total)
             self.desk.send_load()
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
@@ -189,6 +202,19 @@ class WorkerRuntime:
         self.desk.on_output(output)
         self._membership.note(output.changes)
 
-    def _on_shard_failure(self, failure: ShardFailure) -> None:
-        self.desk.count(WorkerCounter.REGISTRY_ERRORS)
-        log.debug("registry.failed failure=%s", failure)
+
+def agent_name(worker_id: str) -> str:
+    """A transport name for a new life of a worker; the same name is never used twice."""
+    return f"{worker_id}/{uuid.uuid4().hex}"
+
+
+def incarnation_of(agent: str) -> str:
+    """The life that a transport name belongs to."""
+    return agent.rpartition("/")[2]
+
+
+def _open_step_log(folder: str | None, worker_id: str) -> StepLog | None:
+    if folder is None:
+        return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return StepLog(Path(folder) / f"{worker_id}.jsonl")

@@ -60,7 +60,11 @@ class AgentThread:
         self._num_readers = num_readers
 
     def submit(self, call: Callable[[], T]) -> "Future[T]":
-        """Run `call` on the thread."""
+        """Run `call` on the thread.
+
+        Raises:
+            PeerUnreachable: The transport is closed.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -69,12 +73,16 @@ class AgentThread:
             except TransferError as error:
                 future.set_exception(error)
 
-        self._calls.put(run)
+        self._put(run)
         return future
 
     def start(self, flight: Flight) -> None:
-        """Fly; its futures tell the rest."""
-        self._calls.put(lambda: self._flights.append(flight))
+        """Fly; its futures tell the rest.
+
+        Raises:
+            PeerUnreachable: The transport is closed.
+        """
+        self._put(lambda: self._flights.append(flight))
 
     def close(self) -> None:
         """Stop the thread; the agent itself lives until the process ends.
@@ -83,6 +91,11 @@ class AgentThread:
         """
         self._calls.put(None)
         self._thread.join(CLOSE_WAIT_S)
+
+    def _put(self, call: Callable[[], None]) -> None:
+        if not self._thread.is_alive():
+            raise PeerUnreachable("the transport is closed")
+        self._calls.put(call)
 
     # On the thread
 

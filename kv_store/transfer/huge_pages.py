@@ -30,7 +30,7 @@ def advise_huge_pages(buffer: torch.Tensor) -> bool:
         return False
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    is_advised = madvise(start, end - start, mmap.MADV_HUGEPAGE) == 0
+    is_advised = bool(madvise(start, end - start, mmap.MADV_HUGEPAGE) == 0)
     # Older kernels refuse the second call; their khugepaged then collapses in its own time.
     madvise(start, end - start, _MADV_COLLAPSE)
     return is_advised

@@ -4,6 +4,7 @@ Create it only in a process that ends by `os._exit`: the library crashes in the 
 """
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,8 @@ from kv_store.transfer.huge_pages import advise_huge_pages
 from kv_store.transfer.peer_memory import PeerMemory
 from kv_store.transfer.protocol import ByteRange, check_ranges, mark_busy
 from messages.errors import PeerUnreachable, TransferError, TransferTimeout
+
+log = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 32 << 20
 """Most that one call copies before the agent's thread looks at anything else, about 5 ms."""
@@ -117,8 +120,6 @@ class NixlTransport:
             done, _ = await asyncio.wait([flight.outcome], timeout=deadline_s)
         except asyncio.CancelledError as error:
             self._give_up(flight, TransferError("the read was cancelled", agent_name=agent_name))
-            # Waits below do not cancel the future, and a second cancel ends them with this one's mark missing nothing:
-            # the mark is on whatever is raised.
             await self._until_quiet(flight, error)
             raise
         failure = (
@@ -180,12 +181,19 @@ class NixlTransport:
 
     async def _until_quiet(self, flight: Flight, error: BaseException) -> None:
         mark_busy(error, flight.quiet)
-        await asyncio.wait([flight.quiet], timeout=QUIET_WAIT_S)
+        try:
+            await asyncio.wait([flight.quiet], timeout=QUIET_WAIT_S)
+        except asyncio.CancelledError as second:
+            mark_busy(second, flight.quiet)
+            raise
 
     async def _remove(self, agent_name: str, peer: _Peer) -> None:
         if peer.flights:
             await asyncio.wait([flight.quiet for flight in peer.flights])
-        await asyncio.wrap_future(self._thread.submit(lambda: self._thread.remove_peer(agent_name)))
+        try:
+            await asyncio.wrap_future(self._thread.submit(lambda: self._thread.remove_peer(agent_name)))
+        except TransferError as error:
+            log.warning("peer.kept agent=%s error=%s", agent_name, error)
         del self._peers[agent_name]
 
     def _piece(self, memory: PeerMemory, ranges: Sequence[ByteRange]) -> Piece:

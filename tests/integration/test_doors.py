@@ -568,18 +568,31 @@ async def test_running_requests_end_well_within_the_drain() -> None:
         assert [chunk.HasField("finish") async for chunk in call][-1]
 
 
+async def test_a_body_that_never_ends_does_not_hold_the_stop_up() -> None:
+    async with open_doors() as doors:
+        _, writer = await asyncio.open_connection("127.0.0.1", doors.listeners.http_port)
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        await doors.http.get("/health")
+
+        async with asyncio.timeout(5):
+            await doors.listeners.stop(0.0)
+
+        writer.close()
+
+
 async def test_requests_that_outlast_the_drain_are_cut_and_closed() -> None:
     async with open_doors(Script(pieces=["a"], hang=True)) as doors:
-        over_http = asyncio.create_task(doors.http.post("/v1/chat/completions", json=CHAT | {"stream": True}))
+        streamed = asyncio.create_task(doors.http.post("/v1/chat/completions", json=CHAT | {"stream": True}))
+        whole = asyncio.create_task(doors.http.post("/v1/chat/completions", json=CHAT))
         call = doors.grpc.Generate(inference_pb2.GenerateRequest(text="hi"))
-        await until(lambda: doors.service.num_running == 2)
+        await until(lambda: doors.service.num_running == 3)
         started = time.monotonic()
 
         await doors.listeners.stop(0.5)
 
         assert time.monotonic() - started < 3
         assert doors.service.num_running == 0
-        with pytest.raises(httpx.RemoteProtocolError):
-            await over_http
+        assert events((await streamed).text)[-1][1]["error"]["code"] == "draining"
+        assert ((await whole).status_code, (await whole).json()["error"]["code"]) == (503, "draining")
         with pytest.raises(grpc.aio.AioRpcError):
             _ = [chunk async for chunk in call]

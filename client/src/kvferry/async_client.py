@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -116,7 +117,7 @@ class AsyncStream:
 
 
 class AsyncClient:
-    """A connection to one KVFerry gateway; safe to share between tasks.
+    """A connection to one KVFerry gateway; made inside the running event loop and safe to share between its tasks.
 
     Args:
         target: `host:port` of the gateway's gRPC door.
@@ -127,6 +128,8 @@ class AsyncClient:
     def __init__(
         self, target: str, *, timeout_s: float | None = None, credentials: grpc.ChannelCredentials | None = None
     ) -> None:
+        # grpc ties the channel to a loop here; one made for no loop would fail at the first call, and not say why.
+        asyncio.get_running_loop()
         self._timeout_s = timeout_s
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(target)

@@ -1,4 +1,4 @@
-"""LocalCache against a model that writes tokens into blocks and reads them back, one full and one window group."""
+"""LocalCache against a model that writes tokens into blocks and reads them back, one full and two window groups."""
 
 from dataclasses import dataclass, field
 
@@ -14,12 +14,12 @@ from messages.errors import OutOfBlocks
 from messages.handoff import BlockKey
 
 SIZE = 2
-WINDOW = 5
+WINDOWS = (None, 5, 2)
 ROOT = root_key(KeyExtras(model="m", block_size=SIZE, codec="raw-float32"))
 LAYOUT = BlockLayout(
-    groups=(
-        KvGroup(name="full", layers=(0,), num_kv_heads=1, k_dim=1, v_dim=1),
-        KvGroup(name="window", layers=(1,), num_kv_heads=1, k_dim=1, v_dim=1, window=WINDOW),
+    groups=tuple(
+        KvGroup(name=str(window), layers=(layer,), num_kv_heads=1, k_dim=1, v_dim=1, window=window)
+        for layer, window in enumerate(WINDOWS)
     ),
     block_size=SIZE,
     model_digest="m",
@@ -34,6 +34,12 @@ prompts = st.builds(
     st.integers(0, 24),
     st.lists(st.integers(0, 1), min_size=1, max_size=3),
 )
+
+
+def seen(number: int, end: int) -> range:
+    """Positions whose KV group `number` must hold for a query at `end`."""
+    window = WINDOWS[number]
+    return range(0 if window is None else max(0, end - window), end)
 
 
 @dataclass
@@ -68,8 +74,7 @@ class Memory:
         """Assert that a query at the first invalid position finds what it needs in every group."""
         end = request.table.num_valid
         for number, ids in enumerate(cache.block_ids(request.table)):
-            start = 0 if number == 0 else max(0, end - WINDOW)
-            for position in range(start, end):
+            for position in seen(number, end):
                 block_id = ids[position // SIZE]
                 assert block_id is not None, "a needed token is in a hole"
                 assert self.cells[number, block_id, position % SIZE] == tuple(request.tokens[: position + 1])
@@ -80,9 +85,9 @@ class LocalCacheMachine(RuleBasedStateMachine):
 
     requests: Bundle[Request] = Bundle("requests")
 
-    @initialize(num_full=st.integers(4, 20), num_window=st.integers(3, 12))
-    def start(self, num_full: int, num_window: int) -> None:
-        self.num_blocks = (num_full, num_window)
+    @initialize(num_full=st.integers(4, 20), num_window=st.integers(3, 12), num_narrow=st.integers(3, 12))
+    def start(self, num_full: int, num_window: int, num_narrow: int) -> None:
+        self.num_blocks = (num_full, num_window, num_narrow)
         self.cache = LocalCache(LAYOUT, self.num_blocks)
         self.memory = Memory()
         self.live: list[Request] = []
@@ -118,12 +123,11 @@ class LocalCacheMachine(RuleBasedStateMachine):
     def advance(self, request: Request, amount: int) -> bool:
         start = request.table.num_valid
         stop = min(start + amount, len(request.tokens))
-        before = self.cache.counts(), self.cache.block_ids(request.table), self.indexed(0), self.indexed(1)
+        before = self.cache.counts(), self.cache.block_ids(request.table), self.indexed()
         try:
             self.cache.extend(request.table, stop)
         except OutOfBlocks:
-            after = self.cache.counts(), self.cache.block_ids(request.table), self.indexed(0), self.indexed(1)
-            assert after == before
+            assert before == (self.cache.counts(), self.cache.block_ids(request.table), self.indexed())
             return False
         self.memory.write(self.cache, request, start, stop)
         self.cache.mark_valid(request.table, stop, request.keys)
@@ -176,7 +180,7 @@ class LocalCacheMachine(RuleBasedStateMachine):
         assert not self.published & set(changes.stored)
         assert set(changes.removed) <= self.published
         self.published = (self.published | set(changes.stored)) - set(changes.removed)
-        assert self.published == self.indexed(0) & self.indexed(1)
+        assert self.published == set.intersection(*self.indexed())
 
     @invariant()
     def every_block_is_in_one_place(self) -> None:
@@ -209,15 +213,15 @@ class LocalCacheMachine(RuleBasedStateMachine):
         assert [group.free for group in self.cache.counts()] == list(self.num_blocks)
         assert self.published == set()
 
-    def indexed(self, number: int) -> set[BlockKey]:
-        return set(self.cache._groups[number].index._by_key)
+    def indexed(self) -> list[set[BlockKey]]:
+        return [set(group.index._by_key) for group in self.cache._groups]
 
     def longest_hit(self, keys: list[BlockKey], num_tokens: int) -> int:
         """The definition, tried from the longest down."""
-        full, window = self.indexed(0), self.indexed(1)
+        indexed = self.indexed()
         for length in range((num_tokens - 1) // SIZE * SIZE, 0, -SIZE):
-            in_window = {position // SIZE for position in range(max(0, length - WINDOW), length)}
-            if full.issuperset(keys[: length // SIZE]) and window.issuperset(keys[i] for i in in_window):
+            needed = [{keys[position // SIZE] for position in seen(number, length)} for number in range(len(WINDOWS))]
+            if all(want <= have for want, have in zip(needed, indexed, strict=True)):
                 return length
         return 0
 

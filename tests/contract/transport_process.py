@@ -1,0 +1,160 @@
+"""Processes with a real agent: `owner NAME` serves its memory, `reader` runs every scenario and prints JSON.
+
+An agent crashes in the interpreter's exit, so both end by `os._exit`, and none is ever made in the test process.
+"""
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import psutil
+import torch
+
+from kv_store.transfer.nixl import NixlTransport
+from tests.contract.transport_scenarios import SCENARIOS, SIZE, pattern
+
+IDLE_S = 10.0
+
+
+def die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def serve_memory(name: str) -> None:
+    """Answer lines on stdin: `fill SEED`, `readers N`; end with it."""
+    buffer = torch.zeros(SIZE, dtype=torch.uint8)
+    transport = NixlTransport(name, buffer)
+    print("metadata", transport.metadata().hex(), flush=True)
+    for line in sys.stdin:
+        command, value = line.split()
+        if command == "fill":
+            buffer.copy_(pattern(int(value)))
+        else:
+            transport.expect_readers(int(value))
+        print("done", flush=True)
+
+
+class OwnerProcess:
+    """An owner in a process of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.agent_name = name
+        self.metadata = b""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.contract.transport_process", "owner", name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    async def wait_ready(self) -> None:
+        self.metadata = bytes.fromhex(await self._answer("metadata"))
+
+    async def fill(self, seed: int) -> None:
+        await self._ask(f"fill {seed}")
+
+    async def expect_readers(self, num_readers: int) -> None:
+        await self._ask(f"readers {num_readers}")
+
+    async def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(0.05)
+
+    async def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await asyncio.to_thread(self.process.wait)
+
+    async def _ask(self, line: str) -> None:
+        stdin = self.process.stdin
+        assert stdin is not None
+        stdin.write(line + "\n")
+        stdin.flush()
+        await self._answer("done")
+
+    async def _answer(self, word: str) -> str:
+        stdout = self.process.stdout
+        assert stdout is not None
+        while True:
+            line = await asyncio.wait_for(asyncio.to_thread(stdout.readline), 60)
+            if not line:
+                raise RuntimeError("the owner ended")
+            first, _, rest = line.partition(" ")
+            if first.strip() == word:
+                return rest.strip()
+
+
+class ProcessWorld:
+    """The reader's transport here, owners elsewhere; spare owners start early, because an agent takes seconds."""
+
+    num_restarts = 2
+
+    def __init__(self, owner: OwnerProcess, spares: list[OwnerProcess]) -> None:
+        self.local = torch.zeros(SIZE, dtype=torch.uint8)
+        self.reader = NixlTransport("reader-0", self.local, connect_timeout_s=2.0)
+        self.owner = owner
+        self._spares = spares
+
+    async def start_owner(self) -> OwnerProcess:
+        owner = self._spares.pop()
+        await owner.wait_ready()
+        return owner
+
+
+async def idle_share(process: psutil.Process) -> float:
+    """Share of one core that an idle process uses."""
+    before = process.cpu_times()
+    started_s = time.monotonic()
+    await asyncio.sleep(IDLE_S)
+    after = process.cpu_times()
+    return (after.user + after.system - before.user - before.system) / (time.monotonic() - started_s)
+
+
+async def run_scenarios() -> dict[str, str | float]:
+    """Each scenario's name with "" or what went wrong, and the idle shares."""
+    owner, *spares = [OwnerProcess(f"owner-{number}") for number in range(5)]
+    results: dict[str, str | float] = {}
+    try:
+        await owner.wait_ready()
+        world = ProcessWorld(owner, spares)
+        for name, scenario in SCENARIOS.items():
+            try:
+                await asyncio.wait_for(scenario(world), 60)
+            except BaseException:
+                results[name] = traceback.format_exc()
+            else:
+                results[name] = ""
+        shares = await asyncio.gather(idle_share(psutil.Process()), idle_share(psutil.Process(owner.process.pid)))
+        results["idle_reader"], results["idle_owner"] = shares
+    finally:
+        for each in (owner, *spares):
+            each.process.kill()
+            each.process.wait()
+    return results
+
+
+def main() -> None:
+    die_with_parent()
+    if sys.argv[1] == "owner":
+        serve_memory(sys.argv[2])
+    else:
+        Path(sys.argv[2]).write_text(json.dumps(asyncio.run(run_scenarios())))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)

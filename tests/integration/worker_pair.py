@@ -1,0 +1,139 @@
+"""A prefill and a decode worker, a router and real gRPC between them, in one process.
+
+Real engine and model (tiny, random weights), loopback transport, in-memory registry: fast enough for many failure cases.
+"""
+
+import asyncio
+import time
+from contextlib import AsyncExitStack, aclosing
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from deployments.config import AppConfig, HandoffConfig, ModelConfig, PoolConfig
+from deployments.gateway.gateway import routing_rules
+from deployments.router import Route, Router
+from deployments.worker.model_host import load_host
+from deployments.worker.runtime import WorkerParts, WorkerRuntime, agent_name
+from deployments.worker_links import WorkerLinks
+from kv_store.registry.memory import MemoryRegistry
+from kv_store.transfer.loopback import LoopbackNetwork, LoopbackTransport
+from messages.requests import GenerationRequest, RequestId, SamplingParams
+from telemetry.metrics import GatewayMetrics, WorkerSample
+
+BLOCK = 8
+VOCAB = 97
+
+
+def save_tiny_model(folder: Path) -> Path:
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=VOCAB,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+class WorkerPair:
+    """Async context manager; `ask` sends a request, the runtimes' desks and the network can be interfered with."""
+
+    def __init__(self, folder: Path, *, num_blocks: int = 64, lease_s: float = 5.0, **model: Any) -> None:
+        self.config = AppConfig(
+            version=1,
+            models=[
+                ModelConfig(
+                    name="tiny",
+                    source=str(folder),
+                    dtype="float32",
+                    block_size=BLOCK,
+                    kv_num_blocks=num_blocks,
+                    **({"prefill_chunk_tokens": 16, "max_batch_tokens": 32} | model),
+                )
+            ],
+            pools=[
+                PoolConfig(name="prefill", role="prefill", num_threads=1),
+                PoolConfig(name="decode", role="decode", num_threads=1),
+            ],
+            handoff=HandoffConfig(lease_s=lease_s, read_deadline_s=min(2.0, lease_s / 2)),
+        )
+        self.folder = folder
+        self.registry = MemoryRegistry()
+        self.network = LoopbackNetwork()
+        self.workers: dict[str, WorkerRuntime] = {}
+        self.agents: dict[str, str] = {}
+        self._exits = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        for pool in self.config.pools:
+            name = agent_name(pool.name)
+            model = await asyncio.to_thread(load_host, self.config, pool, self.folder)
+            parts = WorkerParts(
+                model=model,
+                transport=LoopbackTransport(name, model.arena.buffer, self.network),
+                registry=self.registry,
+            )
+            runtime = WorkerRuntime(self.config, pool, pool.name, "127.0.0.1", parts)
+            self.agents[pool.name] = name
+            self.workers[pool.name] = await self._exits.enter_async_context(runtime)
+        self.links = WorkerLinks(self.registry)
+        watch = asyncio.create_task(self.links.watch())
+        self._exits.push_async_callback(_end, watch)
+        metrics = GatewayMetrics(self.links)
+        self.router = Router(self.links, self.registry, routing_rules(self.config), metrics, 256)
+        await self.until(self.router.is_ready)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._exits.aclose()
+
+    async def route(self, prompt: list[int], max_tokens: int = 8, name: str = "r") -> Route:
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=(2,), seed=1)
+        request = GenerationRequest(
+            request_id=RequestId(name), model="tiny", prompt_token_ids=tuple(prompt), sampling=sampling
+        )
+        return await self.router.route(request)
+
+    async def ask(self, prompt: list[int], max_tokens: int = 8, name: str = "r") -> tuple[list[int], Route]:
+        route = await self.route(prompt, max_tokens, name)
+        tokens: list[int] = []
+        async with aclosing(route.tokens()) as events:
+            async for event in events:
+                tokens.extend(event.token_ids)
+        return tokens, route
+
+    def sample(self, worker_id: str) -> WorkerSample:
+        return next(sample for sample in self.links.samples() if sample.worker_id == worker_id)
+
+    def is_at_baseline(self) -> bool:
+        samples = self.links.samples()
+        return len(samples) == len(self.config.pools) and all(
+            sample.running == sample.waiting == sample.handoffs == 0
+            and all(g.referenced == 0 and g.free + g.cached == g.total for g in sample.groups)
+            for sample in samples
+        )
+
+    async def until(self, condition: Any, timeout_s: float = 5.0) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline_s, [str(sample) for sample in self.links.samples()]
+            await asyncio.sleep(0.02)
+
+    async def until_baseline(self, timeout_s: float = 2.0) -> None:
+        # A heartbeat from before the end may still be on its way.
+        await asyncio.sleep(0.3)
+        await self.until(self.is_at_baseline, timeout_s)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
