@@ -144,8 +144,8 @@ def _bind(host: str, port: int, door: str, option: str) -> socket.socket:
     """Bind exclusively: without SO_REUSEPORT, a port that anybody listens on is refused."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise ConfigError(f'host "{host}" is no address: {error.strerror}', host=host) from error
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(f'host "{host}" is no address: {error}', host=host) from error
     bound = socket.socket(family, kind, protocol)
     try:
         # A port whose last connections are still in TIME_WAIT is free.

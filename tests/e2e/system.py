@@ -1,22 +1,12 @@
 """Helpers around a whole running system: free ports, configs, the metrics page."""
 
 import re
-import socket
 import time
 import urllib.request
 
 from deployments.config import AppConfig, GatewayConfig, ModelConfig, PoolConfig
 from deployments.local_stack import LocalStack
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+from deployments.preflight import free_ports
 
 
 def make_config(*pools: PoolConfig) -> AppConfig:

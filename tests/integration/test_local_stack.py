@@ -24,6 +24,7 @@ COMMAND = [sys.executable, "-c", "import deployments.cli; deployments.cli.main()
 LABEL = "KVFERRY_TEST_LABEL"
 UP_TIMEOUT_S = 150.0
 GONE_TIMEOUT_S = 20.0
+SHARED_MEMORY = "/dev/shm"  # noqa: S108  (only listed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class Place:
         marked = [process for process in psutil.process_iter() if label_of(process) == self.label]
         ray = watchdog.processes_of("none", str(self.folder))
         files = list(self.folder.iterdir())
-        return [*marked, *ray, *files, *(set(os.listdir("/dev/shm")) - self.shared_memory)]
+        return [*marked, *ray, *files, *(set(os.listdir(SHARED_MEMORY)) - self.shared_memory)]
 
 
 def label_of(process: psutil.Process) -> str | None:
@@ -58,7 +59,7 @@ def label_of(process: psutil.Process) -> str | None:
 def place() -> Iterator[Place]:
     # Short, because Ray puts sockets into it.
     folder = Path(tempfile.mkdtemp(prefix="kvt", dir="/tmp"))
-    made = Place(folder=folder, label=folder.name, shared_memory=frozenset(os.listdir("/dev/shm")))
+    made = Place(folder=folder, label=folder.name, shared_memory=frozenset(os.listdir(SHARED_MEMORY)))
     yield made
     for process in psutil.process_iter():
         if label_of(process) == made.label:
