@@ -14,12 +14,12 @@ import statistics
 import sys
 from dataclasses import dataclass
 
+from benchmarks.baseline import memcpy_blocks
 from kvferry import AsyncClient
 from kvferry.results import Completion
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.baseline import memcpy_blocks
 from deployments.config import AppConfig, load_config
 from deployments.local_stack import LocalStack
 from deployments.preflight import free_ports
@@ -61,9 +61,7 @@ def main() -> int:
 
 def _config(dtype: str) -> AppConfig:
     grpc_port, http_port = free_ports(2)
-    return load_config(
-        None, {"models.0.dtype": dtype, "gateway.grpc_port": grpc_port, "gateway.http_port": http_port}
-    )
+    return load_config(None, {"models.0.dtype": dtype, "gateway.grpc_port": grpc_port, "gateway.http_port": http_port})
 
 
 async def _measure(address: str, prompt_tokens: int, repeats: int) -> Row:

@@ -129,7 +129,10 @@ def _choose_prefill(
     fitting = [w for w in able if pools[w.pool].takes(_uncached(w, demand))]
     return min(
         fitting or able,
-        key=lambda w: (_uncached(w, demand) + w.queued_prefill_tokens + w.running * rules.running_cost_tokens, w.worker_id),
+        key=lambda w: (
+            _uncached(w, demand) + w.queued_prefill_tokens + w.running * rules.running_cost_tokens,
+            w.worker_id,
+        ),
         default=None,
     )
 

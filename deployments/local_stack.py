@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import math
-import os
 import secrets
 import subprocess
 import sys
@@ -132,12 +131,15 @@ class LocalStack:
         return list(self._cleanup.enter_context(EmbeddedValkey(registry.embedded_shards, place)).urls)
 
     def _local_ray(self, folder: Path) -> LocalRay:
-        booked = sum(pool.num_cpus * pool.replicas for pool in self.config.pools) + self.config.gateway.num_cpus
+        pools, gateway = self.config.pools, self.config.gateway
+        booked = sum(pool.num_cpus * pool.replicas for pool in pools) + gateway.num_cpus
+        # Ray starts as many processes in advance as it has CPUs; the gateway and Serve's controller need one each.
+        num_processes = sum(pool.replicas for pool in pools) + 2
         place = folder / "ray"
         place.mkdir()
         return LocalRay(
             place,
-            num_cpus=max(os.cpu_count() or 1, math.ceil(booked) + 1),
+            num_cpus=max(num_processes, math.ceil(booked) + 1),
             environment={
                 watchdog.MARK: self._mark,
                 "TOKENIZERS_PARALLELISM": "false",

@@ -168,7 +168,9 @@ class Route:
         try:
             exchange.join("decode", self._router.link(decision.decode))
             exchange.join("prefill", self._router.link(decision.prefill))
-            exchange.send("prefill", pb.GatewayMessage(submit_prefill=pb.SubmitPrefill(request=request_to_wire(request))))
+            exchange.send(
+                "prefill", pb.GatewayMessage(submit_prefill=pb.SubmitPrefill(request=request_to_wire(request)))
+            )
             first = await self._first_token(exchange, request)
             yield first
             if first.finish_reason is not None:
@@ -183,11 +185,8 @@ class Route:
         """Follow the prefill, passing its progress on to the decode worker, until token 1 is sampled."""
         while True:
             incoming = await exchange.next()
-            event = _event(incoming)
+            event = _event(exchange, incoming)
             if incoming.source == "decode":
-                if event.WhichOneof("body") == "failed":
-                    exchange.finish("decode")
-                    raise error_from_wire(event.failed.error, event.failed.message)
                 continue
             match event.WhichOneof("body"):
                 case "accepted":
@@ -198,9 +197,6 @@ class Route:
                     self.provenance = replace(
                         self.provenance, prefill_computed_tokens=event.work_done.computed_prompt_tokens
                     )
-                case "failed":
-                    exchange.finish("prefill")
-                    raise error_from_wire(event.failed.error, event.failed.message)
                 case "tokens":
                     return self._take_first(exchange, tokens_from_wire(event.tokens))
 
@@ -219,21 +215,20 @@ class Route:
             exchange.finish("prefill")
         return first
 
-    async def _decode_events(self, exchange: Exchange, *, counts_cached: bool = False) -> AsyncGenerator[TokenEvent, None]:
+    async def _decode_events(
+        self, exchange: Exchange, *, counts_cached: bool = False
+    ) -> AsyncGenerator[TokenEvent, None]:
         while True:
             incoming = await exchange.next()
             if incoming.source == "prefill":
                 # Token 1 is here; what becomes of the prefill worker is the decode worker's business.
                 continue
-            event = _event(incoming)
+            event = _event(exchange, incoming)
             match event.WhichOneof("body"):
                 case "accepted" if counts_cached:
                     self.cached_tokens = event.accepted.cached_tokens
                 case "work_done":
                     self._note_decode(event.work_done)
-                case "failed":
-                    exchange.finish("decode")
-                    raise error_from_wire(event.failed.error, event.failed.message)
                 case "tokens":
                     tokens = tokens_from_wire(event.tokens)
                     if tokens.finish_reason is not None:
@@ -262,10 +257,16 @@ class Route:
         return replace(self._request, request_id=RequestId(f"{self._request.request_id}.{kind}"))
 
 
-def _event(incoming: Incoming) -> pb.Event:
-    if isinstance(incoming.event, ServingError):
-        raise incoming.event
-    return incoming.event
+def _event(exchange: Exchange, incoming: Incoming) -> pb.Event:
+    """The event of a worker; its failure, or the loss of it, is raised, and needs no abort there."""
+    event = incoming.event
+    if isinstance(event, ServingError):
+        exchange.finish(incoming.source)
+        raise event
+    if event.WhichOneof("body") == "failed":
+        exchange.finish(incoming.source)
+        raise error_from_wire(event.failed.error, event.failed.message)
+    return event
 
 
 def _unseen(event: TokenEvent, next_index: int) -> TokenEvent | None:

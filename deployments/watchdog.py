@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 MARK = "KVFERRY_STACK"
-_GRACE_S = 5.0
+_GRACE_S = 2.0
 _POLL_S = 0.05
 
 

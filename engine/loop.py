@@ -156,7 +156,7 @@ class EngineLoop:
         started_s = time.monotonic()
         try:
             sampled = self._runner.run(batch)
-        except Exception as error:  # noqa: BLE001 - any fault of the model ends these requests, not the worker
+        except Exception as error:
             log.exception("engine.step_failed num_rows=%d", len(batch.rows))
             return self._scheduler.fail(batch, ServingError("the model failed on this batch", cause=repr(error)[:200]))
         now_s = time.monotonic()
@@ -179,4 +179,3 @@ def _record(batch: Batch, now_s: float, started_s: float) -> StepRecord:
         num_rows=len(batch.rows),
         duration_ms=(now_s - started_s) * 1e3,
     )
-

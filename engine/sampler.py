@@ -51,7 +51,7 @@ def uniform(row: Row) -> float:
 
 
 def _params(row: Row) -> SamplingParams:
-    assert row.sampling is not None  # noqa: S101 - the runner gives only rows that sample
+    assert row.sampling is not None
     return row.sampling
 
 

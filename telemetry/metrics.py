@@ -92,7 +92,9 @@ class WorkerCollector:
             )
         }
         counters = {
-            name: CounterMetricFamily(f"kvferry_{name.removesuffix('_total')}", f"Worker counter {name}.", labels=labels)
+            name: CounterMetricFamily(
+                f"kvferry_{name.removesuffix('_total')}", f"Worker counter {name}.", labels=labels
+            )
             for name in WorkerCounter
         }
         for sample in samples:
@@ -120,14 +122,15 @@ class GatewayMetrics:
         )
         self.in_flight = Gauge("kvferry_requests_in_flight", "Requests between door and end.", registry=self.registry)
         self.decisions = Counter(
-            "kvferry_router_decisions", "Where prompts were computed.", ["prefill", "prompt_class"], registry=self.registry
+            "kvferry_router_decisions",
+            "Where prompts were computed.",
+            ["prefill", "prompt_class"],
+            registry=self.registry,
         )
         self.ttft = Histogram(
             "kvferry_ttft_seconds", "Time to token 1.", registry=self.registry, buckets=SECONDS_BUCKETS
         )
-        self.e2e = Histogram(
-            "kvferry_e2e_seconds", "Time to the end.", registry=self.registry, buckets=SECONDS_BUCKETS
-        )
+        self.e2e = Histogram("kvferry_e2e_seconds", "Time to the end.", registry=self.registry, buckets=SECONDS_BUCKETS)
         self.prompt_tokens = Counter("kvferry_prompt_tokens", "Prompt tokens taken in.", registry=self.registry)
         self.cached_tokens = Counter("kvferry_cached_tokens", "Prompt tokens reused.", registry=self.registry)
         self.output_tokens = Counter("kvferry_output_tokens", "Tokens sent to clients.", registry=self.registry)

@@ -90,9 +90,7 @@ class BlockOwner(worker_pb2_grpc.BlockOwnerServicer):
 
     async def Close(self, request: pb.HandoffRef, context: object) -> pb.HandoffStatus:  # noqa: N802
         """Say whether what was read is valid and let the blocks go."""
-        valid = self._table.close(
-            HandoffId(request.handoff_id), request.incarnation, request.generation, self._clock()
-        )
+        valid = self._table.close(HandoffId(request.handoff_id), request.incarnation, request.generation, self._clock())
         self._on_change()
         return pb.HandoffStatus(valid=valid)
 

@@ -1,7 +1,7 @@
 """Where gateway messages, engine events and hand-offs of one worker meet.
 
-It runs on the worker's event loop; the engine calls `on_output` there after every step. A request is known here from its
-Submit or Prepare until its last event is sent and, for a prefill, until its hand-off has let the blocks go.
+It runs on the worker's event loop; the engine calls `on_output` there after every step. A request is known here from
+its Submit or Prepare until its last event is sent and, for a prefill, until its hand-off has let the blocks go.
 """
 
 import asyncio
@@ -134,19 +134,14 @@ class Desk:
         """One message of a gateway."""
         match message.WhichOneof("body"):
             case "submit_unified":
-                limit = message.submit_unified
-                most = limit.max_uncached_tokens if limit.HasField("max_uncached_tokens") else None
-                if self._enter(session, limit.request, Part.WHOLE):
-                    self._engine.submit(request_from_wire(limit.request), Part.WHOLE, max_uncached_tokens=most)
+                self._submit_unified(session, message.submit_unified)
             case "submit_prefill":
                 if self._enter(session, message.submit_prefill.request, Part.PREFILL):
                     self._engine.submit(request_from_wire(message.submit_prefill.request), Part.PREFILL)
             case "prepare":
                 self._prepare(session, message.prepare)
             case "progress":
-                entry = self._entries.get(RequestId(message.progress.request_id))
-                if entry is not None and entry.pull is not None:
-                    entry.pull.set_progress(message.progress.complete_tokens)
+                self._progress(message.progress)
             case "start":
                 self._start(message.start)
             case "abort":
@@ -198,6 +193,11 @@ class Desk:
         self._entries[request_id] = Entry(session=session, part=part)
         return True
 
+    def _submit_unified(self, session: GatewaySession, message: pb.SubmitUnified) -> None:
+        most = message.max_uncached_tokens if message.HasField("max_uncached_tokens") else None
+        if self._enter(session, message.request, Part.WHOLE):
+            self._engine.submit(request_from_wire(message.request), Part.WHOLE, max_uncached_tokens=most)
+
     def _prepare(self, session: GatewaySession, message: pb.Prepare) -> None:
         if not self._enter(session, message.request, Part.DECODE):
             return
@@ -207,6 +207,11 @@ class Desk:
         entry.pull_task = asyncio.create_task(entry.pull.run(), name=f"pull-{request.request_id}")
         entry.pull_task.add_done_callback(lambda task: self._on_pull_end(request.request_id, task))
         self._engine.submit(request, Part.DECODE)
+
+    def _progress(self, message: pb.PrefillProgress) -> None:
+        entry = self._entries.get(RequestId(message.request_id))
+        if entry is not None and entry.pull is not None:
+            entry.pull.set_progress(message.complete_tokens)
 
     def _start(self, message: pb.Start) -> None:
         request_id = RequestId(message.request_id)

@@ -123,7 +123,7 @@ class WorkerRuntime:
         self.desk.is_draining = True
         await self._membership.leave()
         deadline_s = time.monotonic() + timeout_s
-        while self.desk.num_requests and time.monotonic() < deadline_s:
+        while self.desk.num_requests and time.monotonic() < deadline_s:  # noqa: ASYNC110 - once per life of a worker
             await asyncio.sleep(0.05)
 
     def check(self) -> None:

@@ -5,7 +5,7 @@ Create it only in a process that ends by `os._exit`: the library crashes in the 
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,7 @@ from kv_store.transfer.agent_thread import AgentThread
 from kv_store.transfer.flight import Flight, Piece
 from kv_store.transfer.huge_pages import advise_huge_pages
 from kv_store.transfer.peer_memory import PeerMemory
-from kv_store.transfer.protocol import ByteRange, check_ranges, mark_busy
+from kv_store.transfer.protocol import ByteRange, check_ranges, cut, mark_busy
 from messages.errors import PeerUnreachable, TransferError, TransferTimeout
 
 log = logging.getLogger(__name__)
@@ -205,23 +205,3 @@ class NixlTransport:
             remote=np.array(remote, dtype=np.uint64),
             is_remote_device=memory.is_device,
         )
-
-
-def cut(ranges: Sequence[ByteRange], max_bytes: int) -> Iterator[list[ByteRange]]:
-    """Split `ranges` into lists of at most `max_bytes`, cutting long ranges; order is kept."""
-    group: list[ByteRange] = []
-    room = max_bytes
-    for whole in ranges:
-        start = 0
-        while start < whole.size:
-            size = min(whole.size - start, room)
-            group.append(
-                ByteRange(remote_offset=whole.remote_offset + start, local_offset=whole.local_offset + start, size=size)
-            )
-            start += size
-            room -= size
-            if room == 0:
-                yield group
-                group, room = [], max_bytes
-    if group:
-        yield group

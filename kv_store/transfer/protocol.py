@@ -5,7 +5,7 @@ the destination is quiet (`destination_free`), and nobody reuses it before.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -94,6 +94,26 @@ def check_ranges(ranges: Sequence[ByteRange], *, local_size: int, remote_size: i
             raise TransferError("two ranges write the same local bytes", local_offset=piece.local_offset)
         last_end = piece.local_offset + piece.size
     return sum(piece.size for piece in ranges)
+
+
+def cut(ranges: Sequence[ByteRange], max_bytes: int) -> Iterator[list[ByteRange]]:
+    """Split `ranges` into lists of at most `max_bytes`, cutting long ranges; order is kept."""
+    group: list[ByteRange] = []
+    room = max_bytes
+    for whole in ranges:
+        start = 0
+        while start < whole.size:
+            size = min(whole.size - start, room)
+            group.append(
+                ByteRange(remote_offset=whole.remote_offset + start, local_offset=whole.local_offset + start, size=size)
+            )
+            start += size
+            room -= size
+            if room == 0:
+                yield group
+                group, room = [], max_bytes
+    if group:
+        yield group
 
 
 def mark_busy(error: BaseException, quiet: asyncio.Future[None]) -> None:

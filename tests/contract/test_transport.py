@@ -2,7 +2,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 
 from kv_store.transfer.loopback import LoopbackNetwork, LoopbackTransport
-from tests.contract.transport_scenarios import SCENARIOS, SIZE, pattern
+from kv_store.transfer.protocol import BlockTransport
+from tests.contract.transport_scenarios import SCENARIOS, SIZE, Owner, pattern
 
 ROOT = Path(__file__).parents[2]
 MAX_IDLE_SHARE = 0.05
@@ -43,8 +43,8 @@ class LoopbackWorld:
         self._network = LoopbackNetwork()
         self._names = (f"owner-{number}" for number in count())
         self.local = torch.zeros(SIZE, dtype=torch.uint8)
-        self.reader = LoopbackTransport("reader", self.local, self._network, connect_timeout_s=0.2)
-        self.owner = LoopbackOwner(self._network, next(self._names))
+        self.reader: BlockTransport = LoopbackTransport("reader", self.local, self._network, connect_timeout_s=0.2)
+        self.owner: Owner = LoopbackOwner(self._network, next(self._names))
 
     async def start_owner(self) -> LoopbackOwner:
         return LoopbackOwner(self._network, next(self._names))
@@ -70,8 +70,8 @@ def run_reader(tmp: Path, transports: str) -> dict[str, str | float]:
 
 
 @pytest.fixture(scope="module", params=["all", "tcp"])
-def nixl_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
-    yield run_reader(tmp_path_factory.mktemp("nixl"), request.param)
+def nixl_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | float]:
+    return run_reader(tmp_path_factory.mktemp("nixl"), request.param)
 
 
 @pytest.mark.nixl

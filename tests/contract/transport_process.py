@@ -18,7 +18,8 @@ import psutil
 import torch
 
 from kv_store.transfer.nixl import NixlTransport
-from tests.contract.transport_scenarios import SCENARIOS, SIZE, pattern
+from kv_store.transfer.protocol import BlockTransport
+from tests.contract.transport_scenarios import SCENARIOS, SIZE, Owner, pattern
 
 IDLE_S = 10.0
 
@@ -27,18 +28,23 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
 def serve_memory(name: str) -> None:
     """Answer lines on stdin: `fill SEED`, `readers N`; end with it."""
     buffer = torch.zeros(SIZE, dtype=torch.uint8)
     transport = NixlTransport(name, buffer)
-    print("metadata", transport.metadata().hex(), flush=True)
+    say(f"metadata {transport.metadata().hex()}")
     for line in sys.stdin:
         command, value = line.split()
         if command == "fill":
             buffer.copy_(pattern(int(value)))
         else:
             transport.expect_readers(int(value))
-        print("done", flush=True)
+        say("done")
 
 
 class OwnerProcess:
@@ -100,8 +106,8 @@ class ProcessWorld:
 
     def __init__(self, owner: OwnerProcess, spares: list[OwnerProcess]) -> None:
         self.local = torch.zeros(SIZE, dtype=torch.uint8)
-        self.reader = NixlTransport("reader-0", self.local, connect_timeout_s=2.0)
-        self.owner = owner
+        self.reader: BlockTransport = NixlTransport("reader-0", self.local, connect_timeout_s=2.0)
+        self.owner: Owner = owner
         self._spares = spares
 
     async def start_owner(self) -> OwnerProcess:
@@ -127,12 +133,10 @@ async def run_scenarios() -> dict[str, str | float]:
         await owner.wait_ready()
         world = ProcessWorld(owner, spares)
         for name, scenario in SCENARIOS.items():
-            try:
-                await asyncio.wait_for(scenario(world), 60)
-            except BaseException:
-                results[name] = traceback.format_exc()
-            else:
-                results[name] = ""
+            task = asyncio.ensure_future(scenario(world))
+            done, _ = await asyncio.wait([task], timeout=60)
+            fault = task.exception() if done else TimeoutError(name)
+            results[name] = "".join(traceback.format_exception(fault)) if fault is not None else ""
         shares = await asyncio.gather(idle_share(psutil.Process()), idle_share(psutil.Process(owner.process.pid)))
         results["idle_reader"], results["idle_owner"] = shares
     finally:
@@ -151,10 +155,12 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    status = 1
     try:
         main()
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    sys.stdout.flush()
-    os._exit(0)
+        status = 0
+    finally:
+        if status:
+            traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(status)

@@ -30,7 +30,10 @@ class Reference:
         text = AutoTokenizer.from_pretrained(self.folder)(document(400))["input_ids"]
         spread = [80 + (longest - 80) * step * step // max(1, (count - 8) ** 2) for step in range(count - 7)]
         lengths = [*SPECIAL_LENGTHS[: max(0, count)], *spread][:count]
-        return [[*text[index * 211 + 1 : index * 211 + length], 100 + index][-length:] for index, length in enumerate(lengths)]
+        return [
+            [*text[index * 211 + 1 : index * 211 + length], 100 + index][-length:]
+            for index, length in enumerate(lengths)
+        ]
 
     def generate(self, prompt: list[int], max_tokens: int) -> list[int]:
         """Greedy continuation of `prompt`."""

@@ -31,7 +31,11 @@ class Metrics:
         total = 0.0
         for line in self.text.splitlines():
             match = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
-            if match and match[1] == name and all(f'{key}="{value}"' in (match[2] or "") for key, value in labels.items()):
+            if (
+                match
+                and match[1] == name
+                and all(f'{key}="{value}"' in (match[2] or "") for key, value in labels.items())
+            ):
                 total += float(match[3])
         return total
 

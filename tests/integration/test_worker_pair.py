@@ -137,7 +137,7 @@ async def test_a_lease_that_ends_before_close_costs_a_recompute(folder: Path) ->
 
 
 async def test_a_request_that_can_never_run_is_refused_and_leaves_nothing(pair: WorkerPair) -> None:
-    with pytest.raises(ServingError, match="context length|KV blocks"):
+    with pytest.raises(ServingError, match=r"context length|KV blocks"):
         await pair.ask(prompt(500), max_tokens=100)
 
     await pair.until_baseline()

@@ -1,6 +1,6 @@
 """A prefill and a decode worker, a router and real gRPC between them, in one process.
 
-Real engine and model (tiny, random weights), loopback transport, in-memory registry: fast enough for many failure cases.
+Real engine and model (tiny, random weights), loopback transport, in-memory registry: fast enough for many failures.
 """
 
 import asyncio

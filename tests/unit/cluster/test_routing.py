@@ -76,9 +76,7 @@ def test_a_pool_without_a_worker_spills_to_another() -> None:
     assert decide(100, L1, D1).prefill == "l1"
 
 
-@pytest.mark.parametrize(
-    ("workers", "reason"), [((), "decode"), ((S1, L1), "decode"), ((D1,), "prefill")]
-)
+@pytest.mark.parametrize(("workers", "reason"), [((), "decode"), ((S1, L1), "decode"), ((D1,), "prefill")])
 def test_without_the_needed_workers_the_request_is_refused_at_once(
     workers: tuple[WorkerView, ...], reason: str
 ) -> None:

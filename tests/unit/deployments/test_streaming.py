@@ -32,7 +32,11 @@ def event(*token_ids: int, at: int = 0, finish: FinishReason | None = None) -> T
 def test_text_comes_as_tokens_come_and_the_end_token_is_not_shown(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ())
 
-    pieces = [stream.push(event(1)), stream.push(event(2, 3, at=1)), stream.push(event(0, at=3, finish=FinishReason.STOP))]
+    pieces = [
+        stream.push(event(1)),
+        stream.push(event(2, 3, at=1)),
+        stream.push(event(0, at=3, finish=FinishReason.STOP)),
+    ]
 
     assert "".join(piece.text for piece in pieces) == "onetwothree"
     assert [piece.finish_reason for piece in pieces] == [None, None, FinishReason.STOP]
