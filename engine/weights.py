@@ -91,9 +91,9 @@ def read_config(path: Path) -> Any:
         raise ConfigError(f"{file} does not exist; give a folder that holds a model checkpoint")
     try:
         return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{file} is not valid JSON: {error}") from error
-    except (ValueError, KeyError, OSError) as error:
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {_first_line(error)}") from error
+    except (ValueError, KeyError) as error:
         raise ModelRefused(f"transformers does not know the model in {file}: {_first_line(error)}") from error
 
 
@@ -284,4 +284,5 @@ def _eos_token_ids(model: Any) -> tuple[int, ...]:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -102,7 +102,6 @@ class HandoffReader:
         if not self._is_over:
             await asyncio.shield(self.abandon())
 
-    @property
     def is_quiet(self) -> bool:
         """Whether no failed read can write into a destination any more."""
         return all(quiet.done() for quiet in self._busy)
@@ -171,7 +170,7 @@ class HandoffReader:
         """Give the hand-off up from any state; returns when the owner was told and destinations are quiet.
 
         An owner that does not answer ends its lease by itself. A stopped owner can keep a destination busy until it
-        goes on or dies: `is_quiet` tells. Calling it again, also after a cancelled call, goes on waiting.
+        goes on or dies: `is_quiet()` tells. Calling it again, also after a cancelled call, goes on waiting.
         """
         await self._stop_heart()
         if not self._is_over:
@@ -222,7 +221,7 @@ class HandoffReader:
 def _wanted_blocks(handoff: Handoff, local_groups: LocalGroups, block_size: int) -> list[_Wanted]:
     if len(local_groups) != len(handoff.groups):
         raise HandoffError("the two sides have different KV groups", handoff_id=handoff.handoff_id)
-    # Blocks beyond the prompt, or beyond one side's end, are room for later tokens; a hole at the owner is needed by no later token.
+    # What lies beyond the prompt or beyond one side's end is room for later tokens; a hole at the owner stays one here.
     return [
         _Wanted(min((index + 1) * block_size, handoff.num_tokens), group, index, ref.block_id, local_id)
         for group, (refs, local_ids) in enumerate(zip(handoff.groups, local_groups, strict=True))

@@ -62,8 +62,8 @@ def arena_attention(
         key: (1, H_kv, T, D).
         value: (1, H_kv, T, D_v).
         attention_mask: Must be None.
-        options: `kv_step` is the running `AttentionStep`; `scaling`, `softcap` and `sliding_window` are honoured; others
-            repeat what the step knows (positions) or ask for what cannot be given (sinks), which is refused.
+        options: `kv_step` is the running `AttentionStep`; `scaling`, `softcap` and `sliding_window` are honoured;
+            others repeat what the step knows (positions) or ask for what cannot be given (sinks), which is refused.
 
     Returns:
         (1, T, H, D_v) and None in place of the weights.

@@ -185,7 +185,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tenso
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=score.scale, enable_gqa=grouped)
     scale = q.shape[-1] ** -0.5 if score.scale is None else score.scale
-    by_kv_head = q.unflatten(1, (k.shape[1], -1))
+    by_kv_head = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2], q.shape[3])
     scores = torch.matmul(by_kv_head, k.unsqueeze(2).transpose(3, 4)) * scale
     scores = score.softcap * torch.tanh(scores / score.softcap)
     weights = (scores + mask.unsqueeze(-3) if mask.dim() > 2 else scores + mask).softmax(-1, dtype=torch.float32)

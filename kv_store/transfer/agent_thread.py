@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import nixl._bindings as nixl_bindings
@@ -55,6 +55,11 @@ class AgentThread:
         self._thread.start()
         self.metadata = started.result()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the agent is still polled."""
+        return self._thread.is_alive()
+
     def expect_readers(self, num_readers: int) -> None:
         """Poll faster while peers are likely to read from us."""
         self._num_readers = num_readers
@@ -93,17 +98,16 @@ class AgentThread:
         self._thread.join(CLOSE_WAIT_S)
 
     def _put(self, call: Callable[[], None]) -> None:
-        if not self._thread.is_alive():
+        if not self.is_alive:
             raise PeerUnreachable("the transport is closed")
         self._calls.put(call)
 
     # On the thread
 
-    def add_peer(self, metadata: bytes) -> str:
-        """Load a peer; gives its name."""
+    def add_peer(self, metadata: bytes) -> None:
+        """Load a peer."""
         with _translated():
-            name: bytes | str = self._agent.add_remote_agent(metadata)
-        return name.decode() if isinstance(name, bytes) else name
+            self._agent.add_remote_agent(metadata)
 
     def remove_peer(self, peer: str) -> None:
         """Unmap a peer's memory."""
@@ -165,8 +169,9 @@ class AgentThread:
             if call is None:
                 return False
             call()
-        # Progress for both directions; nobody sends us notifications, so there is nothing to look at.
-        self._agent.get_new_notifs()
+        # Progress for both directions. Nobody sends us notifications, and a dead peer shows in its own flights.
+        with suppress(*_NIXL_ERRORS):
+            self._agent.get_new_notifs()
         self._flights = [flight for flight in self._flights if not flight.advance(self)]
         return True
 

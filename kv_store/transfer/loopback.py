@@ -96,18 +96,19 @@ class LoopbackTransport:
     def metadata(self) -> bytes:
         """See `BlockTransport.metadata`."""
         memory = PeerMemory(
+            agent_name=self._agent_name,
             base_address=self._buffer.data_ptr(),
             size_bytes=self._buffer.numel(),
             is_device=False,
             device_index=0,
-            agent_metadata=self._agent_name.encode(),
+            agent_metadata=b"loopback",
         )
         return memory.to_bytes()
 
     async def connect(self, agent_name: str, metadata: bytes) -> None:
         """See `BlockTransport.connect`."""
         memory = PeerMemory.from_bytes(metadata)
-        if memory.agent_metadata.decode() != agent_name:
+        if memory.agent_name != agent_name:
             raise TransferError("the metadata belongs to another agent", agent_name=agent_name)
         try:
             await asyncio.wait_for(self._network.buffer_of(agent_name), self._connect_timeout_s)

@@ -6,6 +6,7 @@ Create it only in a process that ends by `os._exit`: the library crashes in the 
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,10 +31,10 @@ _PROBE_BYTES = 64
 @dataclass(slots=True, eq=False)
 class _Peer:
     memory: PeerMemory
-    added: "asyncio.Future[str]"
+    added: "asyncio.Future[None]"
     flights: set[Flight] = field(default_factory=set)
     probe: Flight | None = None
-    is_leaving: bool = False
+    leaving: "asyncio.Task[None] | None" = None
 
     @property
     def is_warm(self) -> bool:
@@ -60,7 +61,6 @@ class NixlTransport:
         self._device_index = buffer.device.index or 0
         self._thread = AgentThread(agent_name, [buffer, self._probe_buffer])
         self._peers: dict[str, _Peer] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
 
     @property
     def agent_name(self) -> str:
@@ -72,9 +72,15 @@ class NixlTransport:
         """See `BlockTransport.num_peers`."""
         return len(self._peers)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the agent's thread still runs."""
+        return self._thread.is_alive
+
     def metadata(self) -> bytes:
         """See `BlockTransport.metadata`."""
         memory = PeerMemory(
+            agent_name=self._agent_name,
             base_address=self._buffer.data_ptr(),
             size_bytes=self._buffer.numel(),
             is_device=self._buffer.device.type != "cpu",
@@ -92,24 +98,28 @@ class NixlTransport:
 
     async def connect(self, agent_name: str, metadata: bytes) -> None:
         """See `BlockTransport.connect`."""
-        peer = self._peers.get(agent_name) or self._add(agent_name, PeerMemory.from_bytes(metadata))
-        if peer.is_leaving:
-            raise PeerUnreachable("the peer is being forgotten", agent_name=agent_name)
+        memory = PeerMemory.from_bytes(metadata)
+        if memory.agent_name != agent_name:
+            raise TransferError("the metadata belongs to another agent", agent_name=agent_name)
+        peer = self._peers.get(agent_name)
+        if peer is not None and peer.leaving is not None:
+            await asyncio.wait([peer.leaving], timeout=self._connect_timeout_s)
+            peer = self._peers.get(agent_name)
+        peer = peer or self._add(agent_name, memory)
+        if peer.leaving is not None:
+            raise PeerUnreachable("reads of the peer's last connection are not over", agent_name=agent_name)
         try:
-            name = await asyncio.shield(peer.added)
+            await asyncio.shield(peer.added)
         except TransferError:
             self._peers.pop(agent_name, None)
             raise
-        if name != agent_name:
-            await self.disconnect(agent_name)
-            raise TransferError("the metadata belongs to another agent", agent_name=agent_name, belongs_to=name)
         if not peer.is_warm:
             await self._warm(agent_name, peer)
 
     async def read(self, agent_name: str, ranges: Sequence[ByteRange], *, deadline_s: float) -> int:
         """See `BlockTransport.read`."""
         peer = self._peers.get(agent_name)
-        if peer is None or peer.is_leaving or not peer.is_warm:
+        if peer is None or peer.leaving is not None or not peer.is_warm:
             raise PeerUnreachable("the peer is not connected", agent_name=agent_name)
         total = check_ranges(ranges, local_size=self._buffer.numel(), remote_size=peer.memory.size_bytes)
         if not ranges:
@@ -128,21 +138,17 @@ class NixlTransport:
         if failure is not None:
             self._give_up(flight, failure)
             mark_busy(failure, flight.quiet)
+            if isinstance(failure, PeerUnreachable):
+                # The library never mends a connection; connecting again makes a new one.
+                self._leave(agent_name, peer)
             raise failure
         return total
 
     async def disconnect(self, agent_name: str) -> None:
         """See `BlockTransport.disconnect`."""
         peer = self._peers.get(agent_name)
-        if peer is None or peer.is_leaving:
-            return
-        peer.is_leaving = True
-        for flight in peer.flights:
-            self._give_up(flight, PeerUnreachable("the peer was forgotten", agent_name=agent_name))
-        leaving = asyncio.create_task(self._remove(agent_name, peer), name=f"forget-{agent_name}")
-        self._leaving.add(leaving)
-        leaving.add_done_callback(self._leaving.discard)
-        await asyncio.wait([leaving], timeout=QUIET_WAIT_S)
+        if peer is not None:
+            await asyncio.wait([self._leave(agent_name, peer)], timeout=QUIET_WAIT_S)
 
     def close(self) -> None:
         """See `BlockTransport.close`."""
@@ -177,7 +183,16 @@ class NixlTransport:
         return flight
 
     def _give_up(self, flight: Flight, error: TransferError) -> None:
-        self._thread.submit(lambda: flight.give_up(error))
+        # A closed transport has told every flight already.
+        with suppress(PeerUnreachable):
+            self._thread.submit(lambda: flight.give_up(error))
+
+    def _leave(self, agent_name: str, peer: _Peer) -> "asyncio.Task[None]":
+        if peer.leaving is None:
+            for flight in peer.flights:
+                self._give_up(flight, PeerUnreachable("the peer was forgotten", agent_name=agent_name))
+            peer.leaving = asyncio.create_task(self._remove(agent_name, peer), name=f"forget-{agent_name}")
+        return peer.leaving
 
     async def _until_quiet(self, flight: Flight, error: BaseException) -> None:
         mark_busy(error, flight.quiet)

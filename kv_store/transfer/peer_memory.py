@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from messages.errors import TransferError
 
-_HEADER = struct.Struct("<4sBxxxiQQ")
+_HEADER = struct.Struct("<4sBxHiQQ")
 _MAGIC = b"KVF1"
 
 
@@ -13,6 +13,7 @@ _MAGIC = b"KVF1"
 class PeerMemory:
     """One registered buffer, as its readers see it."""
 
+    agent_name: str
     base_address: int
     size_bytes: int
     is_device: bool
@@ -23,8 +24,9 @@ class PeerMemory:
 
     def to_bytes(self) -> bytes:
         """Pack for the wire."""
-        header = _HEADER.pack(_MAGIC, self.is_device, self.device_index, self.base_address, self.size_bytes)
-        return header + self.agent_metadata
+        name = self.agent_name.encode()
+        place = (self.is_device, len(name), self.device_index, self.base_address, self.size_bytes)
+        return _HEADER.pack(_MAGIC, *place) + name + self.agent_metadata
 
     @staticmethod
     def from_bytes(data: bytes) -> "PeerMemory":
@@ -33,13 +35,17 @@ class PeerMemory:
         Raises:
             TransferError: It is not such an envelope.
         """
-        if len(data) <= _HEADER.size or not data.startswith(_MAGIC):
+        if len(data) < _HEADER.size or not data.startswith(_MAGIC):
             raise TransferError("malformed metadata of a peer", size_bytes=len(data))
-        _, is_device, device_index, base_address, size_bytes = _HEADER.unpack_from(data)
+        _, is_device, name_size, device_index, base_address, size_bytes = _HEADER.unpack_from(data)
+        name, agent_metadata = data[_HEADER.size :][:name_size], data[_HEADER.size + name_size :]
+        if not agent_metadata:
+            raise TransferError("truncated metadata of a peer", size_bytes=len(data))
         return PeerMemory(
+            agent_name=name.decode(errors="replace"),
             base_address=base_address,
             size_bytes=size_bytes,
             is_device=bool(is_device),
             device_index=device_index,
-            agent_metadata=data[_HEADER.size :],
+            agent_metadata=agent_metadata,
         )

@@ -55,18 +55,6 @@ def check(reference: Reference, golden: dict, prompts: list[list[int]], answers:
 
 
 @pytest.mark.parametrize("count", COUNTS)
-async def test_unified_output_equals_transformers(
-    count: int, unified: LocalStack, reference: Reference, golden: dict
-) -> None:
-    prompts = reference.prompts(count)
-
-    check(reference, golden, prompts, await ask(unified, prompts, 1))
-    check(reference, golden, prompts, await ask(unified, prompts, 8))
-
-    wait_for_baseline(unified, 2.0)
-
-
-@pytest.mark.parametrize("count", COUNTS)
 async def test_disaggregated_output_equals_transformers(
     count: int, disaggregated: LocalStack, reference: Reference, golden: dict
 ) -> None:
@@ -112,3 +100,15 @@ async def test_sampling_is_the_same_alone_and_among_others(disaggregated: LocalS
         together = await asyncio.gather(*(one(prompt) for prompt in prompts))
 
     assert sum(a == b for a, b in zip(alone, together, strict=True)) >= len(prompts) - 1
+
+
+@pytest.mark.parametrize("count", COUNTS)
+async def test_unified_output_equals_transformers(
+    count: int, unified: LocalStack, reference: Reference, golden: dict
+) -> None:
+    prompts = reference.prompts(count)
+
+    check(reference, golden, prompts, await ask(unified, prompts, 1))
+    check(reference, golden, prompts, await ask(unified, prompts, 8))
+
+    wait_for_baseline(unified, 2.0)

@@ -163,6 +163,17 @@ def test_cached_blocks_before_a_referenced_one_can_be_taken_and_its_key_goes_wit
     assert allocator.num_free == 2
 
 
+def test_a_cached_leaf_that_gets_a_successor_is_a_leaf_no_more() -> None:
+    allocator, first = full("a", 3)
+    allocator.release(first)
+    successor = grow(allocator, "b", parent=BlockKey(b"a"))
+    allocator.release(successor)
+
+    allocator.allocate(2)
+
+    assert held(allocator, "ab") == "a"
+
+
 def test_unindexing_frees_what_nobody_references_and_leaves_the_rest_in_place() -> None:
     allocator, ids = full("abc", 3)
     allocator.acquire(ids[:2])

@@ -226,5 +226,5 @@ class LocalCacheMachine(RuleBasedStateMachine):
         return 0
 
 
-LocalCacheMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+LocalCacheMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 test_no_sequence_of_requests_breaks_the_cache = LocalCacheMachine.TestCase
