@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from kv_store.transfer.huge_pages import advise_huge_pages
+from kv_store.huge_pages import advise_huge_pages
 
 
 def scattered_pairs(num_blocks: int, arena_blocks: int, seed: int = 1) -> list[tuple[int, int]]:

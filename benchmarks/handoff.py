@@ -14,15 +14,15 @@ import statistics
 import sys
 from dataclasses import dataclass
 
-from benchmarks.baseline import memcpy_blocks
-from kvferry import AsyncClient
-from kvferry.results import Completion
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.baseline import memcpy_blocks
 from deployments.config import AppConfig, load_config
 from deployments.local_stack import LocalStack
 from deployments.preflight import free_ports
+from kvferry import AsyncClient
+from kvferry.results import Completion
 
 PROMPT_TOKENS = (512, 2048, 6000)
 OUTPUT_TOKENS = 8

@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry import AsyncClient, Completion
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from deployments.demo_document import document
+from kvferry import AsyncClient, Completion
 
 _LOG_ENTRIES = 38
 """Makes the document about 2,000 tokens long for the demo's model."""

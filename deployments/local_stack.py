@@ -135,13 +135,16 @@ class LocalStack:
         booked = sum(pool.num_cpus * pool.replicas for pool in pools) + gateway.num_cpus
         # Ray starts as many processes in advance as it has CPUs; the gateway and Serve's controller need one each.
         num_processes = sum(pool.replicas for pool in pools) + 2
-        place = folder / "ray"
+        place, scratch = folder / "ray", folder / "tmp"
         place.mkdir()
+        scratch.mkdir()
         return LocalRay(
             place,
             num_cpus=max(num_processes, math.ceil(booked) + 1),
             environment={
                 watchdog.MARK: self._mark,
+                # Libraries leave caches in the temporary folder; this one goes away with the stack.
+                "TMPDIR": str(scratch),
                 "TOKENIZERS_PARALLELISM": "false",
                 "RAY_USAGE_STATS_ENABLED": "0",
             },

@@ -15,6 +15,7 @@ from itertools import accumulate
 import torch
 
 from kv_store.codec import Codec, codec_named
+from kv_store.huge_pages import advise_huge_pages
 from messages.errors import ConfigError
 from messages.handoff import BlockId
 
@@ -181,6 +182,9 @@ def _region_offsets(layout: BlockLayout, num_blocks: Sequence[int]) -> list[int]
 
 
 def _aligned_zeros(num_bytes: int, device: torch.device | str) -> torch.Tensor:
-    raw = torch.zeros(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    raw = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+    # Before the first write, which is when pages come to be.
+    advise_huge_pages(raw)
+    raw.zero_()
     skip = -raw.data_ptr() % ALIGNMENT
     return raw[skip : skip + num_bytes]

@@ -2,8 +2,9 @@
 
 import asyncio
 
-import kvferry
 import pytest
+
+import kvferry
 from kvferry import AsyncClient, InvalidRequest
 from kvferry.testing import Answer, FakeServer
 from kvferry.v1 import inference_pb2 as v1

@@ -5,6 +5,7 @@ import re
 
 import grpc
 import pytest
+
 from kvferry import (
     AsyncClient,
     Cancelled,

@@ -4,6 +4,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
 from kvferry import Client, DeadlineExceeded, Overloaded, StreamBroken, Unavailable
 from kvferry.testing import Answer, FakeServer
 

@@ -2,11 +2,11 @@
 
 import sys
 
-from kvferry import KVFerryError
 from rich.markup import escape
 
 from deployments.cli.commands import app
 from deployments.cli.console import errors
+from kvferry import KVFerryError
 from messages.errors import ServingError
 
 

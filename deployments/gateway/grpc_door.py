@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from kvferry.v1 import inference_pb2, inference_pb2_grpc
 
 from deployments.gateway.exchange import open_chunks
 from deployments.gateway.grpc_types import (
@@ -22,6 +21,7 @@ from deployments.gateway.grpc_types import (
 )
 from deployments.gateway.status_codes import details, grpc_status, translate_unexpected
 from deployments.service import GenerationService, GenerationSpec
+from kvferry.v1 import inference_pb2, inference_pb2_grpc
 from messages.errors import ServingError
 
 MAX_MESSAGE_BYTES = 32 * 1024**2

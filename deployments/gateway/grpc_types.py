@@ -3,10 +3,10 @@
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
-from kvferry.v1 import inference_pb2
 
 from deployments.gateway.validation import make_spec, role
 from deployments.service import ChatTurn, Chunk, Finish, GenerationSpec, ModelCard, Prompt
+from kvferry.v1 import inference_pb2
 from messages.errors import InvalidRequest
 from messages.tokens import FinishReason
 

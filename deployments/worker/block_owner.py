@@ -30,6 +30,10 @@ class OwnedMemory(Protocol):
         """Transport metadata of the registered arena."""
         ...
 
+    def expect_readers(self, num_readers: int) -> None:
+        """So many peers are likely to read now."""
+        ...
+
 
 class BlockOwner(worker_pb2_grpc.BlockOwnerServicer):
     """Answers readers from the hand-off table."""
@@ -73,6 +77,7 @@ class BlockOwner(worker_pb2_grpc.BlockOwnerServicer):
         except ServingError as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{type(error).__name__}: {error}")
             raise
+        self._memory.expect_readers(len(self._table))
         return pb.OpenResponse(
             generation=generation,
             agent_name=self._memory.agent_name,
@@ -91,12 +96,14 @@ class BlockOwner(worker_pb2_grpc.BlockOwnerServicer):
     async def Close(self, request: pb.HandoffRef, context: object) -> pb.HandoffStatus:  # noqa: N802
         """Say whether what was read is valid and let the blocks go."""
         valid = self._table.close(HandoffId(request.handoff_id), request.incarnation, request.generation, self._clock())
+        self._memory.expect_readers(len(self._table))
         self._on_change()
         return pb.HandoffStatus(valid=valid)
 
     async def Release(self, request: pb.ReleaseRequest, context: object) -> pb.HandoffStatus:  # noqa: N802
         """The reader needs nothing more."""
         valid = self._table.release(HandoffId(request.handoff_id), request.incarnation, self._clock())
+        self._memory.expect_readers(len(self._table))
         self._on_change()
         return pb.HandoffStatus(valid=valid)
 

@@ -182,7 +182,8 @@ class Desk:
     def _enter(self, session: GatewaySession, request: pb.Request, part: Part) -> bool:
         request_id = RequestId(request.request_id)
         error: ServingError | None = None
-        if self.is_draining:
+        # A hand-off carries on what was admitted before the drain.
+        if self.is_draining and part is not Part.DECODE:
             error = Draining("the worker is about to stop", worker=self._identity.worker_id)
         elif request_id in self._entries:
             error = InvalidRequest("a request with this id is already here", request_id=request_id)
@@ -234,16 +235,19 @@ class Desk:
 
     def _let_go(self, request_id: RequestId, entry: Entry) -> None:
         """The engine forgets the request once nothing writes into its blocks any more."""
-        if entry.pull_task is None or entry.pull_task.done():
+        settling = entry.pull.settling if entry.pull is not None else None
+        tasks = [task for task in (entry.pull_task, settling) if task is not None and not task.done()]
+        if not tasks:
             self._engine.abort(request_id)
             return
-        ending = asyncio.create_task(self._stop_pull(request_id, entry.pull_task), name=f"stop-{request_id}")
+        if entry.pull_task is not None:
+            entry.pull_task.cancel()
+        ending = asyncio.create_task(self._abort_after(request_id, tasks), name=f"stop-{request_id}")
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
 
-    async def _stop_pull(self, request_id: RequestId, task: asyncio.Task[None]) -> None:
-        task.cancel()
-        await asyncio.wait([task])
+    async def _abort_after(self, request_id: RequestId, tasks: list[asyncio.Task[None]]) -> None:
+        await asyncio.wait(tasks)
         self._engine.abort(request_id)
 
     def _on_pull_end(self, request_id: RequestId, task: asyncio.Task[None]) -> None:
@@ -257,8 +261,9 @@ class Desk:
         self.count(WorkerCounter.TRANSFER_FAILURES, float(stats.has_failed))
         fault = task.exception()
         if fault is not None:
-            log.error("pull.crashed request_id=%s", request_id, exc_info=fault)
             error = fault if isinstance(fault, ServingError) else ServingError("reading the KV blocks failed")
+            if error is not fault:
+                log.error("pull.crashed request_id=%s", request_id, exc_info=fault)
             entry.session.send(
                 pb.WorkerMessage(step=pb.StepEvents(events=[pb.Event(failed=failed_to_wire(request_id, error))]))
             )

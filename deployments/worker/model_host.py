@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from engine.probe import probe
 
 from deployments.config import AppConfig, ModelConfig, PoolConfig
 from deployments.devices import resolve_dtype
 from engine.events import StepOutput
 from engine.loop import EngineLoop
 from engine.model_runner import ModelRunner, configure_threads
+from engine.probe import probe
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.weights import LoadedModel, dtype_named, kv_layout, load_model
 from kv_store.block_key import KeyExtras

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kv_store.handoff_reader import HandoffReader, LocalGroups
-from messages.errors import HandoffError, TransferError
+from messages.errors import HandoffError, ServingError, TransferError
 from messages.handoff import Handoff
 from messages.requests import RequestId
 
 log = logging.getLogger(__name__)
+
+SETTLE_TIMEOUT_S = 2.0
+"""How long a failed read may keep its request waiting for the recompute."""
 
 MakeReader = Callable[[Handoff, LocalGroups], HandoffReader]
 
@@ -46,6 +49,8 @@ class Pull:
 
     def __init__(self, request_id: RequestId, handoff: Handoff, make_reader: MakeReader, engine: Receiver) -> None:
         self.stats = PullStats()
+        self.settling: asyncio.Task[None] | None = None
+        """After a failed read: done when the destinations may be reused."""
         self._request_id = request_id
         self._handoff = handoff
         self._make_reader = make_reader
@@ -79,7 +84,7 @@ class Pull:
         except (TransferError, HandoffError) as error:
             log.warning("pull.failed request_id=%s error=%s", self._request_id, error)
             self.stats.has_failed = True
-            await reader.abandon()
+            await self._settle(reader, error)
             self._finish(cached_tokens)
         except BaseException:
             # Cancelled: destinations must be quiet before the engine may reuse them.
@@ -87,6 +92,17 @@ class Pull:
             raise
         else:
             self._finish(self._handoff.num_tokens)
+
+    async def _settle(self, reader: HandoffReader, error: ServingError) -> None:
+        """Wait until no late byte can land in the destinations, because the recompute writes there.
+
+        Raises:
+            TransferError: A silent owner keeps them busy for too long; `settling` is done when they are quiet.
+        """
+        self.settling = asyncio.create_task(reader.abandon("transfer failed"))
+        done, _ = await asyncio.wait([self.settling], timeout=SETTLE_TIMEOUT_S)
+        if not done:
+            raise TransferError("the owner of the blocks is silent in the middle of a read") from error
 
     def _finish(self, num_tokens: int) -> None:
         if self._started_s is not None:

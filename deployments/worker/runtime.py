@@ -194,6 +194,7 @@ class WorkerRuntime:
         while True:
             await asyncio.sleep(EXPIRY_PERIOD_S)
             self.desk.expire()
+            self._parts.transport.expect_readers(len(self._handoffs))
 
     def _sink(self, output: StepOutput) -> None:
         self._loop.call_soon_threadsafe(self._take, output)

@@ -48,6 +48,21 @@ class CausalMasks:
         return torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
 
 
+class Scratch:
+    """One buffer that every layer gathers into, so that what was just gathered is still in the processor's cache."""
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+
+    def take_rows(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Copy rows of a matrix, (len(index), unit); valid until the next call."""
+        size = index.numel() * rows.shape[1]
+        if self._buffer is None or self._buffer.numel() < size:
+            self._buffer = rows.new_empty(size + size // 4)
+        out = self._buffer[:size].view(-1, rows.shape[1])
+        return torch.index_select(rows, 0, index, out=out)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
     """One layer's part of the arena."""
@@ -57,6 +72,9 @@ class _Layer:
     values: torch.Tensor
     key_rows: torch.Tensor
     value_rows: torch.Tensor
+    key_scratch: Scratch
+    value_scratch: Scratch
+    """Shared by the layers of a group."""
 
 
 class ArenaAttention:
@@ -82,10 +100,17 @@ class ArenaAttention:
             )
             self._shapes.append(shape)
             self._masks.append(CausalMasks(group.window, dtype, arena.buffer.device))
+            scratch = (Scratch(), Scratch())
             for layer in group.layers:
                 k, v = arena.layer_views(layer)
                 self._layers[layer] = _Layer(
-                    group=number, keys=k, values=v, key_rows=keys.rows(k), value_rows=values.rows(v)
+                    group=number,
+                    keys=k,
+                    values=v,
+                    key_rows=keys.rows(k),
+                    value_rows=values.rows(v),
+                    key_scratch=scratch[0],
+                    value_scratch=scratch[1],
                 )
 
     def begin(self, batch: Batch) -> "TorchStep":
@@ -146,12 +171,10 @@ class TorchStep:
 
 
 def _gather(gather: Gather, place: _Layer, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy whole blocks out of the arena: k (B, H_kv, M * S, D) and v (B, H_kv, M * S, D_v)."""
-    heads = place.keys.shape[1]
-    k = place.key_rows.index_select(0, gather.key_index).view(gather.num_sequences, heads, -1, place.keys.shape[3])
-    v = place.value_rows.index_select(0, gather.value_index).view(
-        gather.num_sequences, heads, -1, place.values.shape[3]
-    )
+    """Copy whole blocks out of the arena: k (B, H_kv, M * S, D) and v (B, H_kv, M * S, D_v), until the next gather."""
+    shape = (gather.num_sequences, place.keys.shape[1], -1)
+    k = place.key_scratch.take_rows(place.key_rows, gather.key_index).view(*shape, place.keys.shape[3])
+    v = place.value_scratch.take_rows(place.value_rows, gather.value_index).view(*shape, place.values.shape[3])
     return k.to(dtype), v.to(dtype)
 
 

@@ -105,6 +105,9 @@ class LoopbackTransport:
         )
         return memory.to_bytes()
 
+    def expect_readers(self, num_readers: int) -> None:
+        """See `BlockTransport.expect_readers`; here readers need no help."""
+
     async def connect(self, agent_name: str, metadata: bytes) -> None:
         """See `BlockTransport.connect`."""
         memory = PeerMemory.from_bytes(metadata)

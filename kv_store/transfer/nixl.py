@@ -14,7 +14,6 @@ import torch
 
 from kv_store.transfer.agent_thread import AgentThread
 from kv_store.transfer.flight import Flight, Piece
-from kv_store.transfer.huge_pages import advise_huge_pages
 from kv_store.transfer.peer_memory import PeerMemory
 from kv_store.transfer.protocol import ByteRange, check_ranges, cut, mark_busy
 from messages.errors import PeerUnreachable, TransferError, TransferTimeout
@@ -47,12 +46,11 @@ class NixlTransport:
 
     Args:
         agent_name: Worker and incarnation; the library refuses a name that a peer has seen before.
-        buffer: The arena, 1-D uint8, registered once. Huge pages are asked for behind it.
+        buffer: The arena, 1-D uint8, registered once.
         connect_timeout_s: How long a new peer may take to answer.
     """
 
     def __init__(self, agent_name: str, buffer: torch.Tensor, connect_timeout_s: float = 5.0) -> None:
-        advise_huge_pages(buffer)
         self._agent_name = agent_name
         self._buffer = buffer
         self._connect_timeout_s = connect_timeout_s
@@ -209,7 +207,8 @@ class NixlTransport:
             await asyncio.wrap_future(self._thread.submit(lambda: self._thread.remove_peer(agent_name)))
         except TransferError as error:
             log.warning("peer.kept agent=%s error=%s", agent_name, error)
-        del self._peers[agent_name]
+        if self._peers.get(agent_name) is peer:
+            del self._peers[agent_name]
 
     def _piece(self, memory: PeerMemory, ranges: Sequence[ByteRange]) -> Piece:
         local_base = self._buffer.data_ptr()

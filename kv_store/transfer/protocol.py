@@ -38,6 +38,10 @@ class BlockTransport(Protocol):
         """What a peer needs to connect: base address and size of the memory, and how to reach it."""
         ...
 
+    def expect_readers(self, num_readers: int) -> None:
+        """Say how many peers are likely to read from us now; an owner that must help them on answers faster."""
+        ...
+
     async def connect(self, agent_name: str, metadata: bytes) -> None:
         """Make a peer readable and warm the way to it; does nothing when it is connected.
 

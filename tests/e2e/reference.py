@@ -55,5 +55,5 @@ class Reference:
             logits = self._model(torch.tensor([prompt + expected[:at]])).logits[0, -1]
         best = logits.topk(2)
         gap = float(best.values[0] - best.values[1])
-        print(f"prompt of {len(prompt)} tokens: first difference at {at}, top logits {gap:.2e} apart")  # noqa: T201
+        print(f"prompt of {len(prompt)} tokens: first difference at {at}, top logits {gap:.2e} apart")
         return gap < TIE and {expected[at], got[at]} == set(best.indices.tolist())

@@ -4,10 +4,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from kvferry import AsyncClient
-from kvferry.results import Completion
 
 from deployments.local_stack import LocalStack
+from kvferry import AsyncClient
+from kvferry.results import Completion
 from tests.e2e.reference import Reference
 from tests.e2e.system import Metrics, wait_for_baseline
 

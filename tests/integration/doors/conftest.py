@@ -9,11 +9,11 @@ import grpc
 import httpx
 import openai
 import pytest
-from kvferry.v1 import inference_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from deployments.gateway.listeners import Listeners
 from deployments.gateway.scripted_service import Script, ScriptedService
+from kvferry.v1 import inference_pb2_grpc
 
 HELLO = Script(pieces=["Hel", "lo ", "\u2028w", "orld"])
 

@@ -6,10 +6,10 @@ import grpc
 import openai
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from kvferry.v1 import inference_pb2
 
 from deployments.gateway.scripted_service import DEFAULT_MODELS, Script
 from deployments.service import ChatTurn
+from kvferry.v1 import inference_pb2
 from messages.errors import Overloaded, WorkerLost
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]

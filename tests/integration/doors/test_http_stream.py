@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 import openai
 import pytest
-from kvferry.v1 import inference_pb2
 
 from deployments.gateway.scripted_service import Script
+from kvferry.v1 import inference_pb2
 from messages.errors import WorkerLost
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]

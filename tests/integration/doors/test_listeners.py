@@ -8,11 +8,11 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvferry.v1 import inference_pb2
 from prometheus_client import CollectorRegistry, Counter
 
 from deployments.gateway.listeners import Listeners
 from deployments.gateway.scripted_service import Script, ScriptedService
+from kvferry.v1 import inference_pb2
 from messages.errors import ConfigError
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]

@@ -1,10 +1,10 @@
 """The demo's prompts and the table of what they cost."""
 
-from kvferry import Completion, Provenance, Timings, Usage
 from rich.console import Console
 
 from deployments.demo import Measured, demo_prompts, measurements_table
 from deployments.demo_document import document
+from kvferry import Completion, Provenance, Timings, Usage
 
 
 def measured(*, transfer_s: float = 0.01, total_s: float = 2.0) -> Measured:

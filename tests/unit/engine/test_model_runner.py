@@ -1,6 +1,7 @@
 """The runner on tiny models: packed and chunked steps give what eager attention gives."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def test_greedy_decoding_equals_generate(kind: str) -> None:
     loaded = make_model(kind)
     driver = Driver(loaded)
     prompt = random_tokens(13)
-    sequence = list(prompt)
+    sequence: list[Any] = list(prompt)
 
     sequence += driver.run(driver.row(0, prompt, 0))
     while len(sequence) < 13 + 24:

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_store.transfer.huge_pages import advise_huge_pages
+from kv_store.huge_pages import advise_huge_pages
 from kv_store.transfer.peer_memory import PeerMemory
 from kv_store.transfer.protocol import ByteRange, check_ranges, cut, destination_free, mark_busy
 from messages.errors import TransferError
