@@ -19,7 +19,7 @@ def scattered_pairs(num_blocks: int, arena_blocks: int, seed: int = 1) -> list[t
 def touched_arena(size_bytes: int, value: int) -> torch.Tensor:
     """A host buffer whose pages exist, huge where the kernel allows it; 1-D uint8."""
     arena = torch.empty(size_bytes, dtype=torch.uint8)
-    advise_huge_pages(arena)
+    advise_huge_pages(arena.data_ptr(), arena.numel())
     return arena.fill_(value)
 
 

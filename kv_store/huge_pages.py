@@ -6,27 +6,26 @@ A cross-process read pins every page that it touches; with 4 KB pages that costs
 import ctypes
 import mmap
 
-import torch
-
 _MADV_COLLAPSE = 25
 """Linux 6.1; not in the mmap module."""
 _HUGE_PAGE_BYTES = 2 << 20
 
 
-def advise_huge_pages(buffer: torch.Tensor) -> bool:
-    """Ask for huge pages behind `buffer` and move what is there already into them.
+def advise_huge_pages(address: int, num_bytes: int) -> bool:
+    """Ask for huge pages behind a host buffer and move what is there already into them.
 
     Cheapest before the first write; afterwards it copies, about 2.5 s per GB. Contents stay as they are.
 
     Args:
-        buffer: 1-D uint8 on the host; other devices and small buffers are left alone.
+        address: Where it begins.
+        num_bytes: Its size; one of less than a huge page is left alone.
 
     Returns:
         Whether the kernel took the advice.
     """
-    start = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (buffer.data_ptr() + buffer.numel()) // mmap.PAGESIZE * mmap.PAGESIZE
-    if buffer.device.type != "cpu" or end - start < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if end - start < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return False
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

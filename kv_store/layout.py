@@ -184,7 +184,8 @@ def _region_offsets(layout: BlockLayout, num_blocks: Sequence[int]) -> list[int]
 def _aligned_zeros(num_bytes: int, device: torch.device | str) -> torch.Tensor:
     raw = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
     # Before the first write, which is when pages come to be.
-    advise_huge_pages(raw)
+    if raw.device.type == "cpu":
+        advise_huge_pages(raw.data_ptr(), raw.numel())
     raw.zero_()
     skip = -raw.data_ptr() % ALIGNMENT
     return raw[skip : skip + num_bytes]

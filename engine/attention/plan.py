@@ -98,6 +98,11 @@ class GroupPlan:
     decodes: tuple[DecodePlan, ...]
     prefills: tuple[PrefillPlan, ...]
 
+    @property
+    def is_one_decode(self) -> bool:
+        """Whether all tokens of the step, in their order, are those of a single `DecodePlan`."""
+        return len(self.decodes) == 1 and not self.prefills
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupShape:

@@ -131,11 +131,14 @@ class ArenaAttention:
         plan, masks = plans[place.group], self._masks[place.group]
         place.keys[plan.blocks, :, plan.offsets] = key.transpose(0, 1).to(place.keys.dtype)
         place.values[plan.blocks, :, plan.offsets] = value.transpose(0, 1).to(place.values.dtype)
-        out = query.new_empty((query.shape[1], query.shape[0], value.shape[-1]))
-        for decode in plan.decodes:
-            _decode(decode, place, query, score, out)
-        for prefill in plan.prefills:
-            _prefill(prefill, place, masks, query, score, out)
+        if plan.is_one_decode:
+            out = _decode(plan.decodes[0], place, query, score)
+        else:
+            out = query.new_empty((query.shape[1], query.shape[0], value.shape[-1]))
+            for decode in plan.decodes:
+                out[decode.tokens] = _decode(decode, place, query.index_select(1, decode.tokens), score)
+            for prefill in plan.prefills:
+                _prefill(prefill, place, masks, query, score, out)
         self.num_calls += 1
         if self._statistics is not None:
             self._statistics(layer, query, key, out)
@@ -178,12 +181,12 @@ def _gather(gather: Gather, place: _Layer, dtype: torch.dtype) -> tuple[torch.Te
     return k.to(dtype), v.to(dtype)
 
 
-def _decode(plan: DecodePlan, place: _Layer, query: torch.Tensor, score: Score, out: torch.Tensor) -> None:
+def _decode(plan: DecodePlan, place: _Layer, query: torch.Tensor, score: Score) -> torch.Tensor:
+    """Attend with the plan's tokens alone: query (H, B, D), returns (B, H, D_v)."""
     k, v = _gather(plan.gather, place, query.dtype)
-    batch, kv_heads, dim = k.shape[0], k.shape[1], k.shape[3]
-    folded = query.index_select(1, plan.tokens).view(kv_heads, -1, batch, dim).permute(2, 0, 1, 3)
-    attended = _attend(folded, k, v, plan.mask, score)
-    out.index_copy_(0, plan.tokens, attended.reshape(batch, query.shape[0], -1))
+    num_heads, batch, dim = query.shape
+    folded = query.reshape(k.shape[1], -1, batch, dim).permute(2, 0, 1, 3)
+    return _attend(folded, k, v, plan.mask, score).reshape(batch, num_heads, -1)
 
 
 def _prefill(

@@ -95,10 +95,12 @@ def test_advising_huge_pages_keeps_the_contents() -> None:
     buffer = (torch.arange(8 << 20) % 251).to(torch.uint8)
     before = buffer.clone()
 
-    assert advise_huge_pages(buffer) in (True, False)
+    assert advise_huge_pages(buffer.data_ptr(), buffer.numel()) in (True, False)
 
     assert torch.equal(buffer, before)
 
 
 def test_a_small_buffer_is_left_alone() -> None:
-    assert not advise_huge_pages(torch.zeros(4096, dtype=torch.uint8))
+    small = torch.zeros(4096, dtype=torch.uint8)
+
+    assert not advise_huge_pages(small.data_ptr(), small.numel())
