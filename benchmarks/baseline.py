@@ -1,12 +1,25 @@
 """What every measured number is compared with."""
 
+import asyncio
+import json
+import os
 import random
 import statistics
+import subprocess
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+import httpx
 import torch
+import transformers
 
 from kv_store.huge_pages import advise_huge_pages
+
+VLLM_START_S = 300.0
+_VLLM_PORT = 18_431
 
 
 def scattered_pairs(num_blocks: int, arena_blocks: int, seed: int = 1) -> list[tuple[int, int]]:
@@ -50,3 +63,140 @@ def memcpy_blocks(block_bytes: int, num_blocks: int, arena_blocks: int = 256, re
             to_rows[dst] = from_rows[src]
         durations_s.append(time.perf_counter() - started_s)
     return num_blocks * block_bytes / statistics.median(durations_s) / 1e9
+
+
+class Transformers:
+    """The same checkpoint through transformers' own code: sdpa attention, forward calls, its dynamic cache."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        ).eval()
+
+    @torch.inference_mode()
+    def prefill_s(self, prompt: Sequence[int]) -> float:
+        """Seconds from a prompt to its next token."""
+        started_s = time.perf_counter()
+        logits = self.model(input_ids=torch.tensor([list(prompt)]), use_cache=True, logits_to_keep=1).logits
+        logits.argmax(-1).tolist()
+        return time.perf_counter() - started_s
+
+    @torch.inference_mode()
+    def start_decode(self, prompt: Sequence[int], batch: int) -> "TransformersDecode":
+        """Give `batch` sequences with the same prompt, ready for steps."""
+        cache = self.model(input_ids=torch.tensor([list(prompt)]), use_cache=True, logits_to_keep=1).past_key_values
+        cache.batch_repeat_interleave(batch)
+        return TransformersDecode(self.model, cache)
+
+    @torch.inference_mode()
+    def static_batch_s(self, prompts: Sequence[Sequence[int]], num_new: int) -> float:
+        """Seconds for equally long prompts, all at once, `num_new` tokens each."""
+        started_s = time.perf_counter()
+        out = self.model(input_ids=torch.tensor([list(prompt) for prompt in prompts]), use_cache=True, logits_to_keep=1)
+        decode = TransformersDecode(self.model, out.past_key_values)
+        tokens = out.logits[:, -1].argmax(-1).tolist()
+        for _ in range(num_new - 1):
+            tokens = decode.step(tokens)
+        return time.perf_counter() - started_s
+
+
+class TransformersDecode:
+    """A batch in transformers' cache; each step lengthens it by one token."""
+
+    def __init__(self, model: Any, cache: Any) -> None:
+        self._model = model
+        self._cache = cache
+
+    @torch.inference_mode()
+    def step(self, tokens: Sequence[int]) -> list[int]:
+        """Give each sequence a token and return the greedy next ones."""
+        ids = torch.tensor(list(tokens))[:, None]
+        logits = self._model(input_ids=ids, use_cache=True, **{_cache_argument(self._model): self._cache}).logits
+        chosen: list[int] = logits[:, -1].argmax(-1).tolist()
+        return chosen
+
+
+def _cache_argument(model: Any) -> str:
+    """Newer versions call the cache `cache`, older ones `past_key_values`."""
+    return "cache" if "cache" in type(model).forward.__code__.co_varnames else "past_key_values"
+
+
+class Vllm:
+    """A running vLLM server, measured through its OpenAI-compatible API."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._url = url
+        self._model = model
+
+    @classmethod
+    @contextmanager
+    def serve(cls, environment: Path, folder: Path, dtype: str, num_threads: int) -> Iterator["Vllm"]:
+        """Start `vllm serve` from a virtual environment of its own, stop it at the end.
+
+        Raises:
+            RuntimeError: It ended, or was not ready in time.
+        """
+        command = [str(environment / "bin" / "vllm"), "serve", str(folder), "--dtype", dtype]
+        command += ["--max-model-len", "8192", "--port", str(_VLLM_PORT)]
+        cores = f"0-{num_threads - 1}"
+        variables = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": cores}
+        process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603 - the caller names the environment
+        try:
+            url = f"http://127.0.0.1:{_VLLM_PORT}"
+            _wait_for(process, url)
+            yield cls(url, str(folder))
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+    def prefill_s(self, prompt: Sequence[int]) -> float:
+        """Seconds to the first token of a fresh prompt."""
+        return asyncio.run(self._arrivals([prompt], 1))[0][0]
+
+    def decode_ms(self, prompts: Sequence[Sequence[int]], num_new: int) -> float:
+        """Median gap between two tokens of a stream while all streams run, ms."""
+        streams = asyncio.run(self._arrivals(prompts, num_new))
+        begun_s = max(arrivals[0] for arrivals in streams)
+        gaps = [
+            later - earlier
+            for arrivals in streams
+            for earlier, later in zip(arrivals, arrivals[1:], strict=False)
+            if earlier >= begun_s
+        ]
+        return statistics.median(gaps) * 1e3
+
+    def total_s(self, prompts: Sequence[Sequence[int]], num_new: int) -> float:
+        """Seconds until all prompts, sent at once, have `num_new` tokens each."""
+        return max(arrivals[-1] for arrivals in asyncio.run(self._arrivals(prompts, num_new)))
+
+    async def _arrivals(self, prompts: Sequence[Sequence[int]], num_new: int) -> list[list[float]]:
+        """When each stream's chunks came, seconds after all were sent."""
+        async with httpx.AsyncClient(base_url=self._url, timeout=600) as client:
+            started_s = time.perf_counter()
+            return await asyncio.gather(*(self._stream(client, prompt, num_new, started_s) for prompt in prompts))
+
+    async def _stream(
+        self, client: httpx.AsyncClient, prompt: Sequence[int], num_new: int, started_s: float
+    ) -> list[float]:
+        body = {"model": self._model, "prompt": list(prompt), "max_tokens": num_new, "temperature": 0.0}
+        arrivals: list[float] = []
+        async with client.stream("POST", "/v1/completions", json={**body, "ignore_eos": True, "stream": True}) as reply:
+            reply.raise_for_status()
+            async for line in reply.aiter_lines():
+                data = line.removeprefix("data: ")
+                if line != data and data != "[DONE]" and json.loads(data)["choices"]:
+                    arrivals.append(time.perf_counter() - started_s)
+        return arrivals
+
+
+def _wait_for(process: "subprocess.Popen[bytes]", url: str) -> None:
+    deadline_s = time.monotonic() + VLLM_START_S
+    while time.monotonic() < deadline_s:
+        if process.poll() is not None:
+            raise RuntimeError(f"vllm serve ended with status {process.returncode}")
+        try:
+            if httpx.get(f"{url}/health", timeout=2).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(1.0)
+    raise RuntimeError(f"vllm serve was not ready after {VLLM_START_S:.0f} s")

@@ -6,14 +6,14 @@ names. This is the only file that reads the environment.
 
 import difflib
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from deployments.sizes import Bytes
 from messages.errors import ConfigError
 
 DEMO_SOURCE = "demo"
@@ -24,31 +24,9 @@ Role = Literal["prefill", "decode", "unified"]
 RequestClass = Literal["any", "short", "long"]
 
 _MIB = 1024**2
-_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?\s*$", re.IGNORECASE)
-_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
-
-
-def parse_size(value: object) -> object:
-    """Turn "512MiB", "2 GB" or "1024" into bytes; leave what is not text to the type check.
-
-    Raises:
-        ValueError: Text that is not a size.
-    """
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.match(value)
-    if match is None:
-        raise ValueError(f'"{value}" is not a size; write for example "512MiB" or "2GB"')
-    prefix = (match[2] or "").lower()
-    base = 1024 if prefix.endswith("i") else 1000
-    return int(float(match[1]) * base ** _POWERS[prefix[:1]])
-
-
-Bytes = Annotated[
-    int,
-    BeforeValidator(parse_size),
-    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": _SIZE.pattern}]}),
-]
+_KV_BYTES_ON_CPU = 1024 * _MIB
+_KV_SHARE = 0.9
+"""On a GPU; activations and the allocator's gaps need the rest."""
 
 
 class Section(BaseModel):
@@ -68,21 +46,42 @@ class ModelConfig(Section):
     )
     block_size: int = Field(default=32, ge=1, le=1024, description="Tokens per KV block.")
     context_length: int | None = Field(
-        default=None, ge=2, description="Most tokens of prompt and output together. null: what the model was made for."
+        default=None,
+        ge=2,
+        description="Most tokens of prompt and output together; models with longrope take their factors by it. "
+        "null: what the model was made for.",
     )
-    kv_memory_bytes: Bytes = Field(
-        default=1024 * _MIB,
+    kv_memory_bytes: Bytes | None = Field(
+        default=None,
         ge=1,
-        description='KV memory per worker, in bytes or text ("512MiB"). Unused with kv_num_blocks.',
+        description='KV memory per worker, in bytes or text ("512MiB"). Unused with kv_num_blocks. '
+        "null: from kv_memory_share.",
+    )
+    kv_memory_share: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of the memory still free beside the weights that KV takes; the workers of one machine or "
+        "GPU divide it. Unused with kv_memory_bytes. null: 0.9 on a GPU, 1 GiB on a CPU.",
     )
     kv_num_blocks: int | None = Field(
         default=None,
         ge=2,
-        description="KV blocks per worker and group; goes before kv_memory_bytes. null: from the bytes.",
+        description="KV blocks per worker and group; goes before kv_memory_bytes. null: from the memory.",
     )
     max_batch_tokens: int = Field(default=512, ge=1, description="Most tokens that one step computes.")
     prefill_chunk_tokens: int = Field(default=256, ge=1, description="Most prompt tokens of one request in one step.")
     max_running: int = Field(default=64, ge=1, description="Most requests that one worker advances at a time.")
+
+    def kv_bytes(self, *, on_gpu: bool) -> int | None:
+        """KV memory of a worker; None when it is a share of what is free."""
+        if self.kv_memory_bytes is not None or self.kv_memory_share is not None or on_gpu:
+            return self.kv_memory_bytes
+        return _KV_BYTES_ON_CPU
+
+    def kv_share(self) -> float:
+        """Share of the free memory that KV takes when it is not given in bytes."""
+        return _KV_SHARE if self.kv_memory_share is None else self.kv_memory_share
 
     @model_validator(mode="before")
     @classmethod
@@ -187,8 +186,6 @@ class LimitsConfig(Section):
     """What one request may ask for and how much may wait."""
 
     max_queue: int = Field(default=256, ge=1, description="Requests in the gateway at a time; one more is refused.")
-    max_body_bytes: Bytes = Field(default=16 * _MIB, ge=1024, description="Largest HTTP body or gRPC message.")
-    max_stop: int = Field(default=16, ge=0, description="Stop strings per request.")
     max_buffered_events: int = Field(
         default=1024, ge=1, description="Token events that may wait for a slow client before its request is aborted."
     )

@@ -2,6 +2,7 @@
 
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 from deployments.config import Dtype
 
@@ -11,6 +12,11 @@ def count_gpus() -> int:
     if metadata.version("torch").endswith("+cpu"):
         return 0
     return sum(1 for device in Path("/dev").glob("nvidia*") if device.name.removeprefix("nvidia").isdigit())
+
+
+def device_for(num_gpus: float) -> Literal["cuda", "cpu"]:
+    """Where a worker that books so many GPUs computes; it sees only its own, as the first."""
+    return "cuda" if num_gpus > 0 else "cpu"
 
 
 def has_bfloat16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:

@@ -20,7 +20,7 @@ from deployments.app import build
 from deployments.config import AppConfig
 from deployments.local_ray import LocalRay
 from deployments.model_source import Progress, resolve_model
-from deployments.preflight import check_memory, check_port
+from deployments.preflight import check_memory, check_port, settle_kv_memory
 from kv_store.embedded import EmbeddedValkey
 from messages.errors import DeadlineExceeded, Unavailable
 
@@ -113,6 +113,7 @@ class LocalStack:
         check_port(gateway.host, gateway.http_port, purpose="HTTP", option="--http-port")
         model = resolve_model(self.config.model.source, self._on_progress)
         check_memory(self.config, model)
+        self.config = settle_kv_memory(self.config, model)
         self._folder = self._cleanup.enter_context(self._private_folder())
         self.config = _located(self.config, model, self._registry_urls(self._folder))
         self._on_stage("starting Ray")
@@ -147,6 +148,8 @@ class LocalStack:
                 "TMPDIR": str(scratch),
                 "TOKENIZERS_PARALLELISM": "false",
                 "RAY_USAGE_STATS_ENABLED": "0",
+                # Ray's own default is 15; a pool's `nice` decides here.
+                "RAY_worker_niceness": "0",
             },
             stop_timeout_s=self.config.gateway.drain_s + _STOP_MARGIN_S,
             is_verbose=self._is_verbose,

@@ -7,6 +7,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
 from deployments.config import DEMO_SOURCE, cache_dir
+from engine.checkpoints import GGUF_SUFFIX, gguf_file
 from engine.demo_model import fetch_demo_model
 from messages.errors import ConfigError
 
@@ -17,25 +18,27 @@ _HUB_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.
 
 
 def resolve_model(source: str, progress: Progress | None = None) -> Path:
-    """Return the checkpoint folder of `source`; fetch it first if it is not on this machine.
+    """Return the checkpoint folder or GGUF file of `source`; fetch it first if it is not on this machine.
 
     Raises:
         ConfigError: No such folder or hub model, no network, or no room.
     """
     if source == DEMO_SOURCE:
         return fetch_demo_model(cache_dir() / "models" / "smollm2-135m-instruct", progress)
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return _checked_folder(folder.resolve())
+    place = Path(source).expanduser()
+    if place.is_dir() or (place.suffix == GGUF_SUFFIX and place.is_file()):
+        return _checked(place.resolve())
     if source.startswith(("/", ".", "~")) or source.count("/") != 1:
-        raise ConfigError(f'no model at "{source}": give "demo", a folder with a checkpoint, or a hub id like org/name')
+        raise ConfigError(
+            f'no model at "{source}": give "demo", a folder with a checkpoint, a .gguf file, or a hub id like org/name'
+        )
     return _fetch_from_hub(source)
 
 
-def _checked_folder(folder: Path) -> Path:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} holds no config.json; give the folder of a checkpoint")
-    return folder
+def _checked(place: Path) -> Path:
+    if gguf_file(place) is None and not (place / "config.json").is_file():
+        raise ConfigError(f"{place} holds no config.json and no .gguf file; give the folder of a checkpoint")
+    return place
 
 
 def _fetch_from_hub(hub_id: str) -> Path:

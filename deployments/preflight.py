@@ -1,15 +1,13 @@
 """What must hold before anything is started; each check fails with one line that says what to do."""
 
 import contextlib
-import json
-import math
 import socket
 from pathlib import Path
 
-import psutil
-
 from deployments.config import AppConfig
-from deployments.devices import resolve_dtype
+from deployments.devices import device_for, resolve_dtype
+from engine.checkpoints import open_checkpoint
+from engine.main_memory import free_main_memory
 from messages.errors import ConfigError
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -47,14 +45,19 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         return [int(probe.getsockname()[1]) for probe in sockets]
 
 
-def check_memory(config: AppConfig, folder: Path, available_bytes: int | None = None) -> None:
+def check_memory(config: AppConfig, model: Path, available_bytes: int | None = None) -> None:
     """Make sure that weights and KV of every CPU worker fit into this machine's memory.
 
+    Args:
+        config: What is to be started.
+        model: Folder of the checkpoint, or its GGUF file.
+        available_bytes: What there is; None to look.
+
     Raises:
-        ConfigError: They do not; the message says what is needed and what there is.
+        ConfigError: They do not fit, and the message says what is needed and what there is; or the checkpoint is bad.
     """
-    needed = memory_needed_bytes(config, folder)
-    available = psutil.virtual_memory().available if available_bytes is None else available_bytes
+    needed = memory_needed_bytes(config, model)
+    available = free_main_memory() if available_bytes is None else available_bytes
     if needed > available:
         raise ConfigError(
             f"too little memory: the workers need about {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are available; "
@@ -62,31 +65,37 @@ def check_memory(config: AppConfig, folder: Path, available_bytes: int | None = 
         )
 
 
-def memory_needed_bytes(config: AppConfig, folder: Path) -> int:
-    """Main memory that all workers on the CPU take together: about, and rather more than less."""
-    on_cpu = sum(pool.replicas for pool in config.pools if pool.num_gpus == 0)
-    dtype = resolve_dtype(config.model.dtype, on_gpu=False)
-    weights = checkpoint_parameters(folder) * _DTYPE_BYTES[dtype]
-    kv = 0 if config.model.kv_num_blocks else config.model.kv_memory_bytes
-    return on_cpu * (weights + kv + _WORKER_BASE_BYTES)
+def settle_kv_memory(config: AppConfig, model: Path, available_bytes: int | None = None) -> AppConfig:
+    """Turn a share of this machine's memory into bytes, the same for each of its CPU workers.
 
+    A worker that starts again later then gets what it had, whatever the others hold. Other configs stay as they are.
 
-def checkpoint_parameters(folder: Path) -> int:
-    """Number of weights in the safetensors files of `folder`, from their headers alone.
-
-    Raises:
-        ConfigError: A file is damaged, or there is none.
+    Args:
+        config: All its workers run on this machine.
+        model: Folder of the checkpoint, or its GGUF file.
+        available_bytes: What there is; None to look.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} holds no *.safetensors file; it is not a checkpoint, or its download broke off")
-    return sum(_parameters_in(file) for file in files)
+    settings = config.model
+    if settings.kv_num_blocks is not None or settings.kv_bytes(on_gpu=False) is not None:
+        return config
+    if any(device_for(pool.num_gpus) != "cpu" for pool in config.pools):
+        return config
+    available = free_main_memory() if available_bytes is None else available_bytes
+    free = max(0, available - memory_needed_bytes(config, model))
+    kv_bytes = max(1, int(settings.kv_share() * free) // _num_cpu_workers(config))
+    return config.model_copy(update={"models": [settings.model_copy(update={"kv_memory_bytes": kv_bytes})]})
 
 
-def _parameters_in(file: Path) -> int:
-    try:
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        return sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, MemoryError):
-        raise ConfigError(f"{file} is damaged; fetch the model again") from None
+def memory_needed_bytes(config: AppConfig, model: Path) -> int:
+    """Main memory that all workers on the CPU take together: about, and rather more than less.
+
+    KV that is given in blocks or as a share of what is free is left out; the worker checks it.
+    """
+    dtype = resolve_dtype(config.model.dtype, on_gpu=False)
+    weights = open_checkpoint(model).num_parameters * _DTYPE_BYTES[dtype]
+    kv = 0 if config.model.kv_num_blocks else config.model.kv_bytes(on_gpu=False) or 0
+    return _num_cpu_workers(config) * (weights + kv + _WORKER_BASE_BYTES)
+
+
+def _num_cpu_workers(config: AppConfig) -> int:
+    return sum(pool.replicas for pool in config.pools if device_for(pool.num_gpus) == "cpu")

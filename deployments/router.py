@@ -5,6 +5,7 @@ early (client gone, deadline, an error) aborts the request on every worker that 
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -105,7 +106,10 @@ class Router:
 
 
 class Route:
-    """One request on its way; iterate `tokens` once, then read what it cost."""
+    """One request on its way; iterate `tokens` once, then read what it cost.
+
+    A worker's last token event of a request follows its WorkDone; until then events of several choices come mixed.
+    """
 
     def __init__(self, router: Router, request: GenerationRequest, hits: dict[str, int]) -> None:
         self.cached_tokens = 0
@@ -113,10 +117,10 @@ class Route:
         self._router = router
         self._request = request
         self._hits = hits
-        self._next_index = 0
+        self._next_index: dict[int, int] = defaultdict(int)
 
     async def tokens(self) -> AsyncGenerator[TokenEvent, None]:
-        """The request's tokens in order, without gap or repetition; the last event has a finish reason.
+        """Every choice's tokens in order, without gap or repetition; the last event of each has a finish reason.
 
         Raises:
             ServingError: The request failed; everything it held is being given back.
@@ -139,9 +143,9 @@ class Route:
     async def _run(self, source: AsyncGenerator[TokenEvent, None]) -> AsyncGenerator[TokenEvent, None]:
         async with aclosing(source) as events:
             async for event in events:
-                fresh = _unseen(event, self._next_index)
+                fresh = _unseen(event, self._next_index[event.choice])
                 if fresh is not None:
-                    self._next_index = fresh.first_index + len(fresh.token_ids)
+                    self._next_index[event.choice] = fresh.first_index + len(fresh.token_ids)
                     yield fresh
 
     async def _local(self, decision: Decision) -> AsyncGenerator[TokenEvent, None]:
@@ -171,9 +175,11 @@ class Route:
             exchange.send(
                 "prefill", pb.GatewayMessage(submit_prefill=pb.SubmitPrefill(request=request_to_wire(request)))
             )
-            first = await self._first_token(exchange, request)
-            yield first
-            if first.finish_reason is not None:
+            firsts = await self._first_tokens(exchange, request)
+            is_over = self._begin_decode(exchange, firsts)
+            for first in firsts:
+                yield first
+            if is_over:
                 return
             async with aclosing(self._decode_events(exchange)) as events:
                 async for event in events:
@@ -181,8 +187,10 @@ class Route:
         finally:
             exchange.abandon("over")
 
-    async def _first_token(self, exchange: Exchange, request: GenerationRequest) -> TokenEvent:
-        """Follow the prefill, passing its progress on to the decode worker, until token 1 is sampled."""
+    async def _first_tokens(self, exchange: Exchange, request: GenerationRequest) -> list[TokenEvent]:
+        """Follow the prefill, passing its progress on to the decode worker, until token 1 of each choice is there."""
+        firsts: list[TokenEvent] = []
+        is_done = False
         while True:
             incoming = await exchange.next()
             event = _event(exchange, incoming)
@@ -194,11 +202,14 @@ class Route:
                 case "progress":
                     exchange.send("decode", pb.GatewayMessage(progress=event.progress))
                 case "work_done":
+                    is_done = True
                     self.provenance = replace(
                         self.provenance, prefill_computed_tokens=event.work_done.computed_prompt_tokens
                     )
                 case "tokens":
-                    return self._take_first(exchange, tokens_from_wire(event.tokens))
+                    firsts.append(tokens_from_wire(event.tokens))
+                    if is_done:
+                        return firsts
 
     def _hand_over(self, exchange: Exchange, request: GenerationRequest, accepted: pb.Accepted) -> None:
         self.cached_tokens = accepted.cached_tokens
@@ -207,17 +218,23 @@ class Route:
         progress = pb.PrefillProgress(request_id=request.request_id, complete_tokens=accepted.cached_tokens)
         exchange.send("decode", pb.GatewayMessage(progress=progress))
 
-    def _take_first(self, exchange: Exchange, first: TokenEvent) -> TokenEvent:
-        if first.finish_reason is None:
-            start = pb.Start(request_id=first.request_id, first_token_id=first.token_ids[0])
-            exchange.send("decode", pb.GatewayMessage(start=start))
-        else:
+    def _begin_decode(self, exchange: Exchange, firsts: list[TokenEvent]) -> bool:
+        """Start the choices that go on; True when none does, and the decode worker is not needed."""
+        going_on = [first for first in firsts if first.finish_reason is None]
+        if not going_on:
             exchange.finish("prefill")
-        return first
+            return True
+        start = pb.Start(
+            request_id=exchange.request_id,
+            first_tokens=[pb.FirstToken(choice=first.choice, token_id=first.token_ids[0]) for first in going_on],
+        )
+        exchange.send("decode", pb.GatewayMessage(start=start))
+        return False
 
     async def _decode_events(
         self, exchange: Exchange, *, counts_cached: bool = False
     ) -> AsyncGenerator[TokenEvent, None]:
+        is_done = False
         while True:
             incoming = await exchange.next()
             if incoming.source == "prefill":
@@ -228,14 +245,14 @@ class Route:
                 case "accepted" if counts_cached:
                     self.cached_tokens = event.accepted.cached_tokens
                 case "work_done":
+                    is_done = True
                     self._note_decode(event.work_done)
                 case "tokens":
-                    tokens = tokens_from_wire(event.tokens)
-                    if tokens.finish_reason is not None:
+                    if is_done:
                         self._finish(exchange)
-                        yield tokens
+                    yield tokens_from_wire(event.tokens)
+                    if is_done:
                         return
-                    yield tokens
 
     def _finish(self, exchange: Exchange) -> None:
         exchange.finish("decode")

@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from messages.requests import Grammar
 from messages.tokens import FinishReason, Provenance, Usage
 
 
@@ -34,36 +35,91 @@ class GenerationSpec:
     prompt: Prompt
     model: str | None = None
     max_tokens: int | None = None
+    """None: what the context still holds."""
+    min_tokens: int = 0
+    """The first `min_tokens` tokens neither are an end or stop token nor complete a stop string."""
+    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, bias), each id once."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    grammar: Grammar | None = None
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    """The text ends with what stopped it: the stop string, or the text of the client's stop token."""
+    ignore_eos: bool = False
+    """The model's own end tokens end nothing."""
+    logprobs: int | None = None
+    """Log probabilities of each token and of so many most likely ones; None: none."""
+    prompt_logprobs: int | None = None
+    """The same of the prompt's tokens."""
+    echo: bool = False
+    """The text of every choice begins with the prompt."""
+    priority: int = 0
+    """Lower goes first."""
     timeout_s: float | None = None
     tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredToken:
+    """A token, what it adds to the text, and its log probability."""
+
+    token_id: int
+    text: str
+    """With U+FFFD where the token is only a part of a code point; a control token by its name."""
+    data: bytes
+    """UTF-8, or a part of it."""
+    logprob: float
+    top: tuple["ScoredToken", ...] = ()
+    """The most likely tokens at this place, best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """How one request ended, what it cost and how its KV moved."""
+    """How one choice ended."""
 
     reason: FinishReason
+    stop: str | int | None = None
+    """The stop string or the client's stop token that ended it; None: an end token of the model, or the limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    """What one request cost, all choices together, and how its KV moved."""
+
     usage: Usage
     provenance: Provenance
     first_token_s: float
     total_s: float
-    stop: str | None = None
-    """The stop string that ended the text, if one did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """New text and tokens; the last chunk of a request, and only it, has `finish`."""
+    """New text and tokens of one choice.
+
+    The last chunk of each choice, and only it, has `finish`; the last of the request, and only it, has `summary`.
+    """
 
     request_id: str
     text: str
     token_ids: tuple[int, ...]
+    choice: int = 0
+    logprobs: tuple[ScoredToken, ...] = ()
+    """One per token of `token_ids` when asked for, else empty."""
+    prompt_logprobs: tuple[ScoredToken | None, ...] = ()
+    """Only of choice 0, in parts: over the stream one per prompt token, None for the first of them."""
     finish: Finish | None = None
+    summary: Summary | None = None
 
 
 class GenerationService(Protocol):

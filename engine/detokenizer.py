@@ -69,9 +69,10 @@ class TokenBytes:
 class IncrementalDetokenizer:
     """The text of one growing token sequence; what was given out never changes."""
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
+    def __init__(self, token_bytes: TokenBytes, after: int | None = None) -> None:
         self._token_bytes = token_bytes
-        self._previous_id: int | None = None
+        # A control token is no text, so what follows it is the start of one.
+        self._previous_id = None if after is None or token_bytes.is_skipped(after) else after
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Iterable[int]) -> str:

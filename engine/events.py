@@ -41,9 +41,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkDone:
-    """What this worker did for the request; comes just before its last tokens."""
+    """What this worker did for the request; the next token event of the request is the last one here."""
 
     request_id: RequestId
+    is_held: bool
+    """The blocks stay for a hand-off."""
     computed_prompt_tokens: int
     queue_s: float
     prefill_s: float

@@ -7,15 +7,15 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from engine.batch import Batch
+from engine.batch import Batch, Matcher, RowResult
 from engine.events import EngineEvent, StepOutput
-from engine.request import Part, RequestState
+from engine.request import Part, RequestState, Totals
 from engine.scheduler import Scheduler
 from kv_store.block_key import KeyExtras, block_keys, root_key
-from kv_store.local_cache import LocalCache
+from kv_store.local_cache import BlockCopy, LocalCache
 from messages.errors import ServingError
 from messages.requests import GenerationRequest, RequestId
 from telemetry.step_record import StepRecord
@@ -28,8 +28,12 @@ Command = Callable[[], Sequence[EngineEvent]]
 class Runner(Protocol):
     """Runs the model on one batch."""
 
-    def run(self, batch: Batch) -> Sequence[int | None]:
-        """One sampled token per row, None where the row asks for none."""
+    def run(self, batch: Batch) -> Sequence[RowResult]:
+        """Compute a step; one result per row."""
+        ...
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks inside the arena, in order."""
         ...
 
 
@@ -80,8 +84,22 @@ class EngineLoop:
         """Whether the step thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, request: GenerationRequest, part: Part, *, max_uncached_tokens: int | None = None) -> None:
-        """Queue a request; answers with Accepted (WHOLE, PREFILL) or Allocated (DECODE), or Failed."""
+    def submit(
+        self,
+        request: GenerationRequest,
+        part: Part,
+        *,
+        max_uncached_tokens: int | None = None,
+        matcher: Matcher | None = None,
+    ) -> None:
+        """Queue a request; answers with Accepted (WHOLE, PREFILL) or Allocated (DECODE), or Failed.
+
+        Args:
+            request: What to compute.
+            part: Which part of it.
+            max_uncached_tokens: Refuse when more prompt tokens than this are not cached here.
+            matcher: The compiled grammar of the request; None when it has none.
+        """
 
         def command() -> Sequence[EngineEvent]:
             extras = self._identity.extras(request)
@@ -91,8 +109,9 @@ class EngineLoop:
                 part=part,
                 root=root,
                 keys=block_keys(root, request.prompt_token_ids, extras.block_size),
-                arrived_s=time.monotonic(),
+                totals=Totals(arrived_s=time.monotonic()),
                 max_uncached_tokens=max_uncached_tokens,
+                matcher=matcher,
             )
             return self._scheduler.submit(state)
 
@@ -107,9 +126,9 @@ class EngineLoop:
 
         self._commands.put(command)
 
-    def start_decode(self, request_id: RequestId, first_token_id: int) -> None:
-        """Token 1 of a DECODE part is known."""
-        self._commands.put(lambda: self._scheduler.start(request_id, first_token_id))
+    def start_decode(self, request_id: RequestId, first_tokens: Mapping[int, int]) -> None:
+        """Token 1, by choice, of the choices of a DECODE part that go on."""
+        self._commands.put(lambda: self._scheduler.start(request_id, first_tokens))
 
     def abort(self, request_id: RequestId) -> None:
         """Forget the request in any state, also a held prefill; its blocks are free. No event follows."""
@@ -143,6 +162,7 @@ class EngineLoop:
         events: list[EngineEvent] = []
         if self._pending is not None:
             events.extend(self._pending())
+            self._copy_blocks()
             self._pending = None
         while True:
             try:
@@ -151,19 +171,26 @@ class EngineLoop:
                 return events
             if command is not None:
                 events.extend(command())
+                self._copy_blocks()
 
     def _step(self, batch: Batch) -> list[EngineEvent]:
         started_s = time.monotonic()
         try:
-            sampled = self._runner.run(batch)
+            results = self._runner.run(batch)
         except Exception as error:
             log.exception("engine.step_failed num_rows=%d", len(batch.rows))
             return self._scheduler.fail(batch, ServingError("the model failed on this batch", cause=repr(error)[:200]))
         now_s = time.monotonic()
-        events = self._scheduler.commit(batch, sampled, now_s)
+        events = self._scheduler.commit(batch, results, now_s)
+        self._copy_blocks()
         if self._on_step is not None:
             self._on_step(_record(batch, now_s, started_s))
         return events
+
+    def _copy_blocks(self) -> None:
+        copies = self._scheduler.take_copies()
+        if copies:
+            self._runner.copy_blocks(copies)
 
     def _emit(self, events: list[EngineEvent]) -> None:
         self._sink(StepOutput(events=tuple(events), changes=self._cache.take_changes(), load=self._scheduler.load()))

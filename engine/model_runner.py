@@ -1,5 +1,6 @@
 """A batch becomes one forward pass over packed tokens, and its logits one token per row that wants one."""
 
+from collections.abc import Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -7,15 +8,20 @@ import torch
 
 from engine.attention.function import STEP_ARGUMENT
 from engine.attention.torch_backend import ArenaAttention, StatisticsHook
-from engine.batch import Batch
+from engine.batch import Batch, Row, RowResult
+from engine.host_memory import keep_freed_memory
+from engine.logprobs import kept_places, token_logprobs
 from engine.sampler import sample
 from engine.weights import LoadedModel
 from kv_store.layout import Arena
+from kv_store.local_cache import BlockCopy
+from messages.tokens import TokenLogprob
 
 
 def configure_threads(num_threads: int) -> None:
-    """Set how many threads torch computes with in this process; for the process's owner alone to call."""
+    """Set how many threads torch computes with in this process, and that it keeps its memory; for its owner to call."""
     torch.set_num_threads(num_threads)
+    keep_freed_memory()
 
 
 class ModelRunner:
@@ -30,6 +36,7 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, arena: Arena, statistics: StatisticsHook | None = None) -> None:
         self._model = loaded.model
         self._device = loaded.device
+        self._arena = arena
         self._attention = ArenaAttention(arena, loaded.dtype, statistics)
 
     @property
@@ -37,28 +44,35 @@ class ModelRunner:
         """Layers that have attended, summed over all steps."""
         return self._attention.num_calls
 
-    def run(self, batch: Batch) -> list[int | None]:
+    def run(self, batch: Batch) -> list[RowResult]:
         """Compute a step: the KV of all its tokens lies in the blocks afterwards.
 
         Returns:
-            Per row the token that follows it; None where the row does not sample.
+            One result per row.
         """
-        sampling = [row for row in batch.rows if row.sampling is not None]
         with torch.inference_mode():
-            logits = self.forward(batch)
-            tokens = iter(sample(logits, sampling) if sampling else ())
-        return [None if row.sampling is None else next(tokens) for row in batch.rows]
+            return _results(self.forward(batch), batch.rows)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks inside the arena, in order."""
+        for copy in copies:
+            source, size = self._arena.block_range(copy.group, copy.source)
+            target, _ = self._arena.block_range(copy.group, copy.target)
+            self._arena.buffer[target : target + size] = self._arena.buffer[source : source + size]
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Compute a step and return the logits (R, V) after the R rows that sample, in their order."""
+        """Compute a step and return the logits (K, V) at the K `kept_places` of all rows, in their order.
+
+        When no row has targets, these are the logits after each row that samples.
+        """
         rows = batch.rows
-        ends = accumulate(len(row.token_ids) for row in rows)
-        last = [end - 1 for end, row in zip(ends, rows, strict=True) if row.sampling is not None]
+        firsts = accumulate((len(row.token_ids) for row in rows), initial=0)
+        kept = [first + place for first, row in zip(firsts, rows, strict=False) for place in kept_places(row)]
         inputs: dict[str, Any] = {
             "input_ids": self._tensor(list(chain.from_iterable(row.token_ids for row in rows)))[None],
             "position_ids": self._tensor(list(chain.from_iterable(range(row.start, row.end) for row in rows)))[None],
-            "logits_to_keep": self._tensor(last),
+            "logits_to_keep": self._tensor(kept),
             "use_cache": False,
             STEP_ARGUMENT: self._attention.begin(batch),
         }
@@ -67,3 +81,30 @@ class ModelRunner:
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self._device)
+
+
+def _results(logits: torch.Tensor, rows: Sequence[Row]) -> list[RowResult]:
+    """Sample and list log probabilities; `logits` (K, V) are those at the rows' `kept_places`."""
+    ends = list(accumulate(len(kept_places(row)) for row in rows))
+    sampling = [number for number, row in enumerate(rows) if row.sampling is not None]
+    last = logits
+    if any(row.targets for row in rows):
+        last = logits[[ends[number] - 1 for number in sampling]]
+    samples = dict(zip(sampling, sample(last, [rows[number] for number in sampling]) if sampling else (), strict=True))
+    return [
+        RowResult(samples=samples.get(number, ()), prompt_logprobs=_prompt_logprobs(logits, row, end))
+        for number, (row, end) in enumerate(zip(rows, ends, strict=True))
+    ]
+
+
+def _prompt_logprobs(logits: torch.Tensor, row: Row, end: int) -> tuple[TokenLogprob, ...]:
+    """Log probabilities of the row's targets; its kept logits end before `end`."""
+    if not row.targets:
+        return ()
+    first = end - len(kept_places(row))
+    found = token_logprobs(
+        logits[first : first + len(row.targets)],
+        [(target,) for target in row.targets],
+        [row.num_prompt_logprobs] * len(row.targets),
+    )
+    return tuple(entry for (entry,) in found)

@@ -2,7 +2,8 @@
 
 Some architectures run silently wrong: their code never calls our function, or builds masks that we do not see. The
 probe runs two short random prompts packed, in chunks and with a decode step, through a small arena of its own, and then
-one by one with eager attention. A window longer than the prompts is not exercised.
+one by one with eager attention. A prompt is made longer than the model's windows where that is cheap; a window that is
+longer still is only compared with what the model asks our attention for.
 """
 
 from collections.abc import Iterator
@@ -15,14 +16,20 @@ import torch
 from engine.attention.function import ATTENTION_NAME
 from engine.batch import Batch, Row
 from engine.model_runner import ModelRunner
-from engine.weights import LoadedModel, kv_layout
+from engine.weights import LoadedModel, kv_layout, layer_windows
 from kv_store.layout import Arena
 from messages.errors import ModelRefused, ServingError
 from messages.handoff import BlockId
 from messages.requests import RequestId, SamplingParams
 
-_STEPS = (((0, 20), (0, 7)), ((20, 44), (7, 8)), ((44, 45), (8, 9)))
+Steps = tuple[tuple[tuple[int, int], ...], ...]
 """Per step, per prompt: the positions that it computes."""
+
+_SHORT = 45
+"""Tokens of the longer prompt."""
+_LONG = 256
+_CHEAP = 3e10
+"""Weights times tokens; two passes of so much take a second or two on a few cores."""
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.15}
 """Difference of the logits of a position, root mean square, in their standard deviations."""
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -45,10 +52,11 @@ def probe(loaded: LoadedModel, block_size: int = 16) -> ProbeResult:
     Raises:
         ModelRefused: With the reason.
     """
-    prompts = _prompts(loaded)
+    steps = _steps(_prompt_length(loaded))
+    prompts = _prompts(loaded, steps)
     with _translated("our attention"):
-        runner, ours = _packed(loaded, prompts, block_size)
-    expected_calls = len(_STEPS) * int(loaded.config.num_hidden_layers)
+        runner, ours = _packed(loaded, prompts, steps, block_size)
+    expected_calls = len(steps) * int(loaded.config.num_hidden_layers)
     if runner.num_attention_calls != expected_calls:
         raise ModelRefused(
             "the model's layers do not all call our attention",
@@ -66,15 +74,28 @@ def probe(loaded: LoadedModel, block_size: int = 16) -> ProbeResult:
     return ProbeResult(max_difference=difference, attention_calls=runner.num_attention_calls)
 
 
-def _prompts(loaded: LoadedModel) -> list[list[int]]:
+def _prompt_length(loaded: LoadedModel) -> int:
+    """Long enough for every window that can be passed cheaply."""
+    num_weights = sum(parameter.numel() for parameter in loaded.model.parameters())
+    wanted = (window + 8 for window in layer_windows(loaded.config) if window is not None)
+    most = min(_LONG, loaded.context_length)
+    return max((length for length in wanted if length <= most and length * num_weights <= _CHEAP), default=_SHORT)
+
+
+def _steps(length: int) -> Steps:
+    length = max(length, _SHORT)
+    return ((0, 20), (0, 7)), ((20, length - 1), (7, 8)), ((length - 1, length), (8, 9))
+
+
+def _prompts(loaded: LoadedModel, steps: Steps) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
-    lengths = [end for _, end in _STEPS[-1]]
+    lengths = [end for _, end in steps[-1]]
     vocab = int(loaded.config.vocab_size)
     return [torch.randint(vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
 def _packed(
-    loaded: LoadedModel, prompts: list[list[int]], block_size: int
+    loaded: LoadedModel, prompts: list[list[int]], steps: Steps, block_size: int
 ) -> tuple[ModelRunner, dict[tuple[int, int], torch.Tensor]]:
     """Run all steps; return the logits after each (prompt, last position) of a step."""
     layout = kv_layout(loaded.config, loaded.dtype, block_size, loaded.digest)
@@ -84,7 +105,7 @@ def _packed(
     # Interleaved from the top, so that a mistake in block ids shows.
     tables = [tuple(BlockId(b) for b in reversed(range(i, num_blocks, len(prompts)))) for i in range(len(prompts))]
     logits: dict[tuple[int, int], torch.Tensor] = {}
-    for step in _STEPS:
+    for step in steps:
         rows = tuple(
             Row(
                 request_id=RequestId(str(number)),

@@ -4,14 +4,14 @@ There are no phases: a request has known tokens (prompt and generated) and compu
 and the scheduler closes the gap. A prompt, a decode step and a recompute after preemption differ only in the gap.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from engine.batch import Matcher, Sampled
 from kv_store.block_table import BlockTable
 from messages.handoff import BlockKey
 from messages.requests import GenerationRequest, RequestId, SamplingParams
-from messages.tokens import FinishReason, TokenEvent
+from messages.tokens import FinishReason, TokenEvent, TokenLogprob
 
 
 class Part(StrEnum):
@@ -25,8 +25,28 @@ class Part(StrEnum):
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
+class Totals:
+    """What all choices of one request share and add up to on this worker."""
+
+    arrived_s: float
+    rank: int = 0
+    """Order of arrival."""
+    num_live: int = 1
+    """Choices that have not ended."""
+    num_cached: int = 0
+    """Prompt tokens found in the local prefix cache at the first admission."""
+    computed_prompt_tokens: int = 0
+    """Prompt tokens that this worker ran, recomputes included."""
+    is_accepted: bool = False
+    """Admitted once; counters and events of admission happen once."""
+    was_preempted: bool = False
+    admitted_s: float = 0.0
+    prefill_done_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
 class RequestState:
-    """A request's mutable state, owned by the engine thread."""
+    """One choice of a request, owned by the engine thread; choice 0 computes the prompt, the others fork from it."""
 
     request: GenerationRequest
     part: Part
@@ -34,25 +54,36 @@ class RequestState:
     """Where the request's key chain begins: model, adapter, salt, codec."""
     keys: list[BlockKey]
     """Keys of the full blocks of `tokens`, extended as blocks fill."""
-    arrived_s: float
+    totals: Totals
+    choice: int = 0
     max_uncached_tokens: int | None = None
     """Refuse when more prompt tokens than this must be computed here; None: no limit."""
+    matcher: Matcher | None = None
+    """The grammar's state; None: none."""
     tokens: list[int] = field(default_factory=list)
+    generated: list[int] = field(default_factory=list)
+    """The part of `tokens` after the prompt."""
     table: BlockTable | None = None
     num_computed: int = 0
-    num_cached: int = 0
-    """Prompt tokens found in the local prefix cache at the first admission."""
-    computed_prompt_tokens: int = 0
-    """Prompt tokens that this worker ran, recomputes included."""
     is_received: bool = False
     """DECODE only: the pull is over, whatever it brought."""
-    is_accepted: bool = False
-    """Admitted once; counters and events of admission happen once."""
-    admitted_s: float = 0.0
-    prefill_done_s: float = 0.0
+    siblings: list["RequestState"] = field(default_factory=list)
+    """DECODE only: other choices, which get this one's prompt blocks as soon as the prompt has its KV."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt_token_ids)
+        if not self.tokens:
+            self.tokens = list(self.request.prompt_token_ids)
+
+    @property
+    def key(self) -> tuple[RequestId, int]:
+        """What tells this choice from all others on a worker."""
+        return self.request.request_id, self.choice
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """Who goes first: lower priority values, then earlier arrivals."""
+        return self.request.priority, self.totals.rank, self.choice
 
     @property
     def request_id(self) -> RequestId:
@@ -70,39 +101,90 @@ class RequestState:
         return len(self.request.prompt_token_ids)
 
     @property
-    def num_generated(self) -> int:
-        """Tokens after the prompt, token 1 among them even when another worker sampled it."""
-        return len(self.tokens) - self.num_prompt
-
-    @property
     def gap(self) -> int:
         """Known tokens whose KV is not there yet."""
         return len(self.tokens) - self.num_computed
 
-    def advance(self, num_tokens: int) -> None:
-        """Note that the next `num_tokens` known tokens have their KV now."""
-        below_prompt = max(0, min(self.num_computed + num_tokens, self.num_prompt) - self.num_computed)
-        self.computed_prompt_tokens += below_prompt
-        self.num_computed += num_tokens
+    @property
+    def next_choices(self) -> tuple[int, ...]:
+        """Choices to sample at the end of the known tokens."""
+        is_first = not self.generated and self.sampling.n > 1
+        return tuple(range(self.sampling.n)) if is_first else (self.choice,)
 
-    def accept(self, token_ids: Sequence[int]) -> TokenEvent:
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt's log probabilities are still to be collected."""
+        return self.sampling.prompt_logprobs is not None and not self.generated
+
+    def advance(self, num_tokens: int) -> int:
+        """Note that the next `num_tokens` known tokens have their KV now.
+
+        Returns:
+            How many of them are the prompt's.
+        """
+        in_prompt = max(0, min(self.num_computed + num_tokens, self.num_prompt) - self.num_computed)
+        self.totals.computed_prompt_tokens += in_prompt
+        self.num_computed += num_tokens
+        return in_prompt
+
+    def fork(self, choice: int, num_keys: int) -> "RequestState":
+        """Another choice at the end of the prompt, without blocks of its own yet.
+
+        Args:
+            choice: Its number.
+            num_keys: Full blocks of the prompt.
+        """
+        return RequestState(
+            request=self.request,
+            part=self.part,
+            root=self.root,
+            keys=self.keys[:num_keys],
+            totals=self.totals,
+            choice=choice,
+            matcher=None if self.matcher is None else self.matcher.fork(),
+            is_received=self.is_received,
+        )
+
+    def append(self, token_id: int) -> None:
+        """Add a token that is known: sampled here, or token 1 from the prefill worker."""
+        self.tokens.append(token_id)
+        self.generated.append(token_id)
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
+
+    def accept(self, sampled: Sampled) -> TokenEvent:
         """Append sampled tokens, cut at the first end token or at the limit.
 
         Returns:
-            The event for the client; its `finish_reason` is None while the request goes on.
+            The event for the client; its `finish_reason` is None while the choice goes on.
         """
-        first_index = self.num_generated
-        accepted: list[int] = []
+        first_index = len(self.generated)
         reason: FinishReason | None = None
-        for token_id in token_ids:
-            accepted.append(token_id)
-            if token_id in self.sampling.stop_token_ids:
+        stop_token_id: int | None = None
+        for token_id in sampled.token_ids:
+            self.append(token_id)
+            if token_id in self.sampling.end_token_ids:
                 reason = FinishReason.STOP
-            elif first_index + len(accepted) >= self.sampling.max_tokens:
+            elif token_id in self.sampling.stop_token_ids:
+                reason, stop_token_id = FinishReason.STOP, token_id
+            elif len(self.generated) >= self.sampling.max_tokens:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 break
-        self.tokens.extend(accepted)
+        accepted = tuple(self.generated[first_index:])
+        prompt_logprobs = self._take_prompt_logprobs() if first_index == 0 and self.choice == 0 else ()
         return TokenEvent(
-            request_id=self.request_id, first_index=first_index, token_ids=tuple(accepted), finish_reason=reason
+            request_id=self.request_id,
+            choice=self.choice,
+            first_index=first_index,
+            token_ids=accepted,
+            finish_reason=reason,
+            stop_token_id=stop_token_id,
+            logprobs=sampled.logprobs[: len(accepted)],
+            prompt_logprobs=prompt_logprobs,
         )
+
+    def _take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...]:
+        if self.sampling.prompt_logprobs is None:
+            return ()
+        return (None, *self.prompt_logprobs)

@@ -1,65 +1,55 @@
 """Which tokens the next forward pass computes: continuous batching under a token budget.
 
-Decodes go first, one token each; prompts follow in chunks that fill the rest. Requests are admitted in order of arrival
-when their known tokens fit into free blocks. When a decode finds no block, the youngest request that may be recomputed
-gives its blocks back and waits at the head of the queue. A finished PREFILL part is held, blocks and all, until its
-hand-off lets it go; PREFILL parts are never preempted, because a reader knows their block ids.
+Decodes go first, one token each; prompts follow in chunks that fill the rest. Requests are admitted by priority, then
+in order of arrival, when their known tokens fit into free blocks. When a decode finds no block, the least urgent,
+youngest request that may be recomputed gives its blocks back and waits again. Choices of one request share the prompt's
+blocks. A finished PREFILL part is held, blocks and all, until its hand-off lets it go; PREFILL parts are never
+preempted, because a reader knows their block ids.
 """
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
-from engine.batch import Batch, Row
+from engine.admission import SchedulerLimits, is_too_cold, offer, refusal, targets
+from engine.batch import Batch, Row, RowResult, Sampled
 from engine.events import Accepted, Allocated, EngineEvent, Failed, LoadSnapshot, Progress, WorkDone
+from engine.places import Places
 from engine.request import Part, RequestState
 from kv_store.block_key import block_keys
 from kv_store.block_table import BlockTable
-from kv_store.local_cache import LocalCache
-from messages.errors import HandoffUnknown, InvalidRequest, NeedsPrefill, OutOfBlocks, Overloaded, ServingError
-from messages.handoff import BlockId, BlockRef
+from kv_store.local_cache import BlockCopy, LocalCache
+from messages.errors import HandoffUnknown, NeedsPrefill, OutOfBlocks, ServingError
 from messages.requests import RequestId
+from messages.tokens import TokenEvent
 from telemetry.metrics import WorkerCounter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """How much one step and one queue may hold."""
-
-    block_size: int = 32
-    max_step_tokens: int = 512
-    max_chunk_tokens: int = 512
-    """Most prompt tokens of one request in one step."""
-    max_running: int = 64
-    max_waiting: int = 256
-    context_length: int = 8192
-
-
 class Scheduler:
-    """Every request is waiting, receiving, running or held; its blocks are referenced in all but the first."""
+    """Every choice is waiting, receiving, running or held; its blocks are referenced in all but the first."""
 
     def __init__(self, cache: LocalCache, limits: SchedulerLimits) -> None:
         self._cache = cache
         self._limits = limits
-        self._waiting: deque[RequestState] = deque()
-        self._receiving: dict[RequestId, RequestState] = {}
-        self._running: dict[RequestId, RequestState] = {}
-        self._held: dict[RequestId, RequestState] = {}
+        self._places = Places()
+        self._copies: list[BlockCopy] = []
+        self._num_arrivals = 0
         self._counters = dict.fromkeys(WorkerCounter, 0.0)
 
     # Commands
 
     def submit(self, state: RequestState) -> list[EngineEvent]:
         """Queue a request; it is refused at once when it can never run or the queue is full."""
-        error = self._refusal(state)
+        error = refusal(state, self._limits, self._cache.counts(), len(self._places.waiting))
         if error is not None:
             return [Failed(request_id=state.request_id, error=error)]
-        self._waiting.append(state)
+        self._num_arrivals += 1
+        state.totals.rank = self._num_arrivals
+        state.totals.num_live = state.sampling.n
+        self._places.wait(state)
         return []
 
     def receive(self, request_id: RequestId, num_tokens: int) -> None:
         """The pull is over: the first `num_tokens` prompt tokens have their KV; the rest is computed here."""
-        state = self._receiving.get(request_id)
+        state = self._places.receiving.get(request_id)
         if state is None or state.table is None:
             return
         self._counters[WorkerCounter.PROMPT_TOKENS_TRANSFERRED] += max(0, num_tokens - state.num_computed)
@@ -69,29 +59,44 @@ class Scheduler:
         self._cache.mark_valid(state.table, state.num_computed, state.keys)
         self._run_when_ready(state)
 
-    def start(self, request_id: RequestId, first_token_id: int) -> list[EngineEvent]:
-        """Token 1 of a DECODE part, sampled by the prefill worker."""
-        state = self._receiving.get(request_id) or self._find_waiting(request_id)
+    def start(self, request_id: RequestId, first_tokens: Mapping[int, int]) -> list[EngineEvent]:
+        """Token 1 of every choice of a DECODE part that goes on, sampled by the prefill worker.
+
+        Args:
+            request_id: Which request.
+            first_tokens: Token id by choice, not empty.
+        """
+        state = self._places.unstarted(request_id)
         if state is None:
             return [Failed(request_id=request_id, error=HandoffUnknown("no such prepared request"))]
-        if state.num_generated == 0:
-            state.tokens.append(first_token_id)
-            self._run_when_ready(state)
+        if state.generated:
+            return []
+        (choice, token_id), *others = sorted(first_tokens.items())
+        try:
+            for other, other_token_id in others:
+                sibling = self._fork(state, other)
+                sibling.append(other_token_id)
+                state.siblings.append(sibling)
+            state.choice = choice
+            state.append(token_id)
+        except ServingError as error:
+            self.abort(request_id)
+            return [Failed(request_id=request_id, error=error)]
+        state.totals.num_live = len(first_tokens)
+        self._run_when_ready(state)
         return []
 
     def abort(self, request_id: RequestId) -> bool:
         """Forget a request in any state and give its blocks back; False when it is not here."""
-        for place in (self._receiving, self._running, self._held):
-            state = place.pop(request_id, None)
-            if state is not None:
-                break
-        else:
-            state = self._find_waiting(request_id)
-            if state is None:
-                return False
-            self._waiting.remove(state)
-        self._drop(state)
-        return True
+        states = self._places.remove(request_id)
+        for state in states:
+            self._drop(state)
+        return bool(states)
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Block copies to be made now, before anything else writes into the arena."""
+        copies, self._copies = self._copies, []
+        return copies
 
     # One step
 
@@ -100,15 +105,15 @@ class Scheduler:
         events = self._admit(now_s)
         budget = self._limits.max_step_tokens
         rows: list[Row] = []
-        for state in [s for s in self._running.values() if s.gap == 1]:
+        for state in [s for s in self._places.running.values() if s.gap == 1]:
             if budget == 0:
                 break
             # An earlier decode of this step may have preempted this one.
-            if state.request_id in self._running and self._grow(state):
+            if state.key in self._places.running and self._grow(state):
                 rows.append(self._row(state, 1))
                 budget -= 1
-        rows = [row for row in rows if row.request_id in self._running]
-        for state in [s for s in self._running.values() if s.gap > 1]:
+        rows = [row for row in rows if (row.request_id, row.choices[0]) in self._places.running]
+        for state in [s for s in self._places.running.values() if s.gap > 1]:
             size = self._chunk(state, budget)
             if size == 0:
                 break
@@ -116,65 +121,52 @@ class Scheduler:
             budget -= size
         return (Batch(rows=tuple(rows)) if rows else None), events
 
-    def commit(self, batch: Batch, sampled: Sequence[int | None], now_s: float) -> list[EngineEvent]:
+    def commit(self, batch: Batch, results: Sequence[RowResult], now_s: float) -> list[EngineEvent]:
         """Take in a step's result: KV of the rows is valid, sampled tokens are appended."""
         events: list[EngineEvent] = []
         self._counters[WorkerCounter.STEPS] += 1
-        for row, token_id in zip(batch.rows, sampled, strict=True):
-            state = self._running[row.request_id]
-            events.extend(self._commit_row(state, row, token_id, now_s))
+        for row, result in zip(batch.rows, results, strict=True):
+            # Another choice of the request may have failed it just now.
+            state = self._places.running.get((row.request_id, row.choices[0]))
+            if state is not None:
+                events.extend(self._commit_row(state, row, result, now_s))
         return events
 
     def fail(self, batch: Batch, error: ServingError) -> list[EngineEvent]:
         """The step raised: its requests end, their unfinished blocks never enter the prefix cache."""
-        for row in batch.rows:
-            self.abort(row.request_id)
-        return [Failed(request_id=row.request_id, error=error) for row in batch.rows]
+        request_ids = dict.fromkeys(row.request_id for row in batch.rows)
+        for request_id in request_ids:
+            self.abort(request_id)
+        return [Failed(request_id=request_id, error=error) for request_id in request_ids]
 
     def load(self) -> LoadSnapshot:
         """How busy this engine is now."""
         return LoadSnapshot(
             groups=tuple(self._cache.counts()),
-            running=len(self._running),
-            waiting=len(self._waiting) + len(self._receiving),
-            held=len(self._held),
-            queued_prefill_tokens=sum(s.gap for s in self._waiting)
-            + sum(s.gap for s in self._running.values() if s.gap > 1),
+            running=len(self._places.running),
+            waiting=len(self._places.waiting) + len(self._places.receiving),
+            held=len(self._places.held),
+            queued_prefill_tokens=sum(s.gap for s in self._places.waiting)
+            + sum(s.gap for s in self._places.running.values() if s.gap > 1),
             counters={name.value: value for name, value in self._counters.items()},
         )
 
     def request_ids(self) -> Iterator[RequestId]:
-        """Every request that is here in any state."""
-        for state in self._waiting:
-            yield state.request_id
-        for place in (self._receiving, self._running, self._held):
-            yield from place
+        """Every request that is here in any state, once per choice."""
+        return (state.request_id for state in self._places)
 
     # Admission
 
-    def _refusal(self, state: RequestState) -> ServingError | None:
-        most = state.num_prompt + state.sampling.max_tokens
-        if most > self._limits.context_length:
-            return InvalidRequest(
-                "prompt and max_tokens exceed the context length",
-                param="max_tokens",
-                prompt_tokens=state.num_prompt,
-                max_tokens=state.sampling.max_tokens,
-                context_length=self._limits.context_length,
-            )
-        if any(group.total * self._limits.block_size < most for group in self._cache.counts()):
-            return InvalidRequest("the request needs more KV blocks than this worker has", tokens=most)
-        if len(self._waiting) >= self._limits.max_waiting:
-            return Overloaded("the worker's queue is full", max_waiting=self._limits.max_waiting)
-        return None
-
     def _admit(self, now_s: float) -> list[EngineEvent]:
         events: list[EngineEvent] = []
-        while self._waiting and len(self._running) + len(self._receiving) < self._limits.max_running:
-            state = self._waiting[0]
-            cached = self._cache.match(state.keys, len(state.tokens))
-            if not state.is_accepted and self._is_too_cold(state, cached):
-                self._waiting.popleft()
+        while (
+            self._places.waiting and len(self._places.running) + len(self._places.receiving) < self._limits.max_running
+        ):
+            state = self._places.waiting[0]
+            # The log probabilities of cached tokens would be missing.
+            cached = 0 if state.wants_prompt_logprobs else self._cache.match(state.keys, len(state.tokens))
+            if not state.totals.is_accepted and is_too_cold(state, cached):
+                self._places.waiting.pop(0)
                 events.append(Failed(request_id=state.request_id, error=NeedsPrefill("prefix is not cached here")))
                 continue
             table = self._cache.open_table(state.keys, cached)
@@ -183,28 +175,33 @@ class Scheduler:
             except OutOfBlocks:
                 self._cache.drop(table)
                 break
-            self._waiting.popleft()
+            self._places.waiting.pop(0)
             state.table, state.num_computed = table, cached
+            state.prompt_logprobs.clear()
             events.extend(self._place(state, cached, now_s))
         return events
 
-    def _is_too_cold(self, state: RequestState, cached: int) -> bool:
-        return state.max_uncached_tokens is not None and state.num_prompt - cached > state.max_uncached_tokens
-
     def _place(self, state: RequestState, cached: int, now_s: float) -> list[EngineEvent]:
-        first_time = not state.is_accepted
+        totals = state.totals
+        first_time = not totals.is_accepted
         if first_time:
-            state.is_accepted, state.admitted_s, state.num_cached = True, now_s, cached
+            totals.is_accepted, totals.admitted_s, totals.num_cached = True, now_s, cached
             self._counters[WorkerCounter.PREFIX_QUERIES] += state.num_prompt
             self._counters[WorkerCounter.PREFIX_HITS] += cached
             self._counters[WorkerCounter.PROMPT_TOKENS_LOCAL_CACHE] += cached
         if state.part is Part.DECODE and not state.is_received:
-            self._receiving[state.request_id] = state
-            return [Allocated(request_id=state.request_id, cached_tokens=cached, groups=self._targets(state, cached))]
-        self._running[state.request_id] = state
+            self._places.receiving[state.request_id] = state
+            return [
+                Allocated(
+                    request_id=state.request_id,
+                    cached_tokens=cached,
+                    groups=targets(state, cached, self._cache, self._limits.block_size),
+                )
+            ]
+        self._places.running[state.key] = state
         if not first_time:
             return []
-        groups = self._offer(state) if state.part is Part.PREFILL else None
+        groups = offer(state, self._cache, self._limits.block_size) if state.part is Part.PREFILL else None
         return [
             Accepted(
                 request_id=state.request_id, cached_tokens=cached, num_prompt_tokens=state.num_prompt, groups=groups
@@ -215,32 +212,13 @@ class Scheduler:
         assert state.table is not None, "a placed request has a table"
         return state.table
 
-    def _targets(self, state: RequestState, cached: int) -> tuple[tuple[BlockId | None, ...], ...]:
-        first = cached // self._limits.block_size
-        # Token 1 may be known already and have a block of its own; only the prompt is pulled.
-        end = -(-state.num_prompt // self._limits.block_size)
-        return tuple(
-            tuple(None if index < first else block_id for index, block_id in enumerate(group[:end]))
-            for group in self._cache.block_ids(self._table(state))
-        )
-
-    def _offer(self, state: RequestState) -> tuple[tuple[BlockRef | None, ...], ...]:
-        full = state.num_prompt // self._limits.block_size
-        return tuple(
-            tuple(
-                None if block_id is None else BlockRef(block_id=block_id, key=state.keys[i] if i < full else None)
-                for i, block_id in enumerate(group)
-            )
-            for group in self._cache.block_ids(self._table(state))
-        )
-
     def _run_when_ready(self, state: RequestState) -> None:
-        if state.is_received and state.num_generated > 0:
-            del self._receiving[state.request_id]
-            self._running[state.request_id] = state
-
-    def _find_waiting(self, request_id: RequestId) -> RequestState | None:
-        return next((s for s in self._waiting if s.request_id == request_id), None)
+        if state.is_received and state.generated:
+            # It may still wait for blocks; then the pull has not begun.
+            if self._places.receiving.pop(state.request_id, None) is None:
+                return
+            self._places.running[state.key] = state
+            self._place_siblings(state)
 
     # Rows
 
@@ -250,7 +228,7 @@ class Scheduler:
             try:
                 self._cache.extend(self._table(state), len(state.tokens))
             except OutOfBlocks:
-                victim = self._youngest()
+                victim = self._places.youngest()
                 if victim is None:
                     return False
                 self._preempt(victim)
@@ -259,15 +237,12 @@ class Scheduler:
             else:
                 return True
 
-    def _youngest(self) -> RequestState | None:
-        candidates = [s for s in self._running.values() if s.part is not Part.PREFILL]
-        return max(candidates, key=lambda s: s.admitted_s, default=None)
-
     def _preempt(self, state: RequestState) -> None:
-        del self._running[state.request_id]
+        del self._places.running[state.key]
         self._drop(state)
         state.num_computed = 0
-        self._waiting.appendleft(state)
+        state.totals.was_preempted = True
+        self._places.wait(state)
         self._counters[WorkerCounter.PREEMPTIONS] += 1
 
     def _chunk(self, state: RequestState, budget: int) -> int:
@@ -279,49 +254,121 @@ class Scheduler:
         return max(0, aligned - state.num_computed)
 
     def _row(self, state: RequestState, size: int) -> Row:
-        start = state.num_computed
-        needs_sample = start + size == len(state.tokens)
+        start, end = state.num_computed, state.num_computed + size
+        needs_sample = end == len(state.tokens)
+        wants_targets = state.wants_prompt_logprobs
         return Row(
             request_id=state.request_id,
-            token_ids=tuple(state.tokens[start : start + size]),
+            token_ids=tuple(state.tokens[start:end]),
             start=start,
             block_ids=self._cache.block_ids(self._table(state)),
             sampling=state.sampling if needs_sample else None,
+            choices=state.next_choices if needs_sample else (state.choice,),
+            prompt=state.request.prompt_token_ids,
+            generated=state.generated,
+            matcher=state.matcher,
+            targets=tuple(state.tokens[start + 1 : end + 1]) if wants_targets else (),
+            num_prompt_logprobs=(state.sampling.prompt_logprobs or 0) if wants_targets else 0,
         )
 
-    def _commit_row(self, state: RequestState, row: Row, token_id: int | None, now_s: float) -> list[EngineEvent]:
-        before = state.computed_prompt_tokens
-        state.advance(len(row.token_ids))
-        self._counters[WorkerCounter.PROMPT_TOKENS_COMPUTED] += state.computed_prompt_tokens - before
+    # Results
+
+    def _commit_row(self, state: RequestState, row: Row, result: RowResult, now_s: float) -> list[EngineEvent]:
+        self._counters[WorkerCounter.PROMPT_TOKENS_COMPUTED] += state.advance(len(row.token_ids))
         self._extend_keys(state)
         self._cache.mark_valid(self._table(state), state.num_computed, state.keys)
+        self._place_siblings(state)
         if state.part is not Part.PREFILL:
             self._cache.slide(self._table(state), state.num_computed)
-        if token_id is None:
-            if state.part is Part.PREFILL:
-                return [Progress(request_id=state.request_id, complete_tokens=state.num_computed)]
-            return []
-        return self._commit_token(state, token_id, now_s)
+        state.prompt_logprobs.extend(result.prompt_logprobs)
+        if result.samples:
+            return self._commit_samples(state, dict(zip(row.choices, result.samples, strict=True)), now_s)
+        if state.part is Part.PREFILL:
+            return [Progress(request_id=state.request_id, complete_tokens=state.num_computed)]
+        return []
 
-    def _commit_token(self, state: RequestState, token_id: int, now_s: float) -> list[EngineEvent]:
-        self._counters[WorkerCounter.GENERATION_TOKENS] += 1
-        if state.prefill_done_s == 0.0:
-            state.prefill_done_s = now_s
-        event = state.accept((token_id,))
-        if event.finish_reason is None and state.part is not Part.PREFILL:
-            return [event]
-        done = WorkDone(
-            request_id=state.request_id,
-            computed_prompt_tokens=state.computed_prompt_tokens,
-            queue_s=state.admitted_s - state.arrived_s,
-            prefill_s=state.prefill_done_s - state.admitted_s,
-        )
-        del self._running[state.request_id]
+    def _commit_samples(self, state: RequestState, samples: dict[int, Sampled], now_s: float) -> list[EngineEvent]:
+        """What was sampled at the end of a choice's known tokens; at a prompt's end, for all choices."""
+        if state.totals.prefill_done_s == 0.0:
+            state.totals.prefill_done_s = now_s
+        self._counters[WorkerCounter.GENERATION_TOKENS] += sum(len(sample.token_ids) for sample in samples.values())
+        del self._places.running[state.key]
+        if state.part is Part.PREFILL:
+            return self._end_prefill(state, samples)
+        forks = [self._fork(state, choice) for choice in samples if choice != state.choice]
+        for branch in forks:
+            self._share(state, branch)
+        events: list[EngineEvent] = []
+        try:
+            for branch in (state, *forks):
+                events.extend(self._take_sample(branch, samples[branch.choice]))
+        except ServingError as error:
+            # A grammar gave up; the other requests of the step go on.
+            for branch in (state, *forks):
+                self._drop(branch)
+            self.abort(state.request_id)
+            return [Failed(request_id=state.request_id, error=error)]
+        return events
+
+    def _take_sample(self, branch: RequestState, sample: Sampled) -> list[EngineEvent]:
+        """Append what was sampled for a choice and end the choice if that ends it."""
+        event = branch.accept(sample)
         if event.finish_reason is None:
-            self._held[state.request_id] = state
+            self._go_on(branch)
+            return [event]
+        self._drop(branch)
+        branch.totals.num_live -= 1
+        return [event] if branch.totals.num_live else [_work_done(branch), event]
+
+    def _end_prefill(self, state: RequestState, samples: Mapping[int, Sampled]) -> list[EngineEvent]:
+        """Token 1 of every choice; the blocks stay for the hand-off when any choice goes on."""
+        events: list[TokenEvent] = []
+        for choice, sample in samples.items():
+            # Only its first token is of interest; the decode worker carries the choice on.
+            branch = state.fork(choice, 0)
+            branch.prompt_logprobs = state.prompt_logprobs
+            try:
+                events.append(branch.accept(sample))
+            except ServingError as error:
+                self._drop(state)
+                return [Failed(request_id=state.request_id, error=error)]
+        if any(event.finish_reason is None for event in events):
+            self._places.held[state.request_id] = state
         else:
             self._drop(state)
-        return [done, event]
+        return [*events[:-1], _work_done(state, is_held=state.request_id in self._places.held), events[-1]]
+
+    def _fork(self, state: RequestState, choice: int) -> RequestState:
+        return state.fork(choice, state.num_prompt // self._limits.block_size)
+
+    def _share(self, state: RequestState, branch: RequestState) -> None:
+        """Give a choice the prompt's blocks of another; it gets none when there is no room for a copy."""
+        try:
+            branch.table, copies = self._cache.fork(self._table(state), state.num_prompt)
+        except OutOfBlocks:
+            return
+        self._copies.extend(copies)
+        branch.num_computed = state.num_prompt
+
+    def _go_on(self, state: RequestState) -> None:
+        """Let a choice run, or wait for blocks when it has none."""
+        self._places.running[state.key] = state
+        is_due = self._limits.preempts_each_once and not state.totals.was_preempted and len(state.generated) > 2
+        if state.table is None:
+            del self._places.running[state.key]
+            self._places.wait(state)
+        elif is_due:
+            self._preempt(state)
+
+    def _place_siblings(self, state: RequestState) -> None:
+        """Start the other choices of a DECODE part once the prompt has its KV."""
+        if state.num_computed < state.num_prompt:
+            return
+        for sibling in state.siblings:
+            sibling.is_received = True
+            self._share(state, sibling)
+            self._go_on(sibling)
+        state.siblings.clear()
 
     def _extend_keys(self, state: RequestState) -> None:
         size = self._limits.block_size
@@ -334,3 +381,14 @@ class Scheduler:
         if state.table is not None:
             self._cache.drop(state.table)
             state.table = None
+
+
+def _work_done(state: RequestState, *, is_held: bool = False) -> WorkDone:
+    totals = state.totals
+    return WorkDone(
+        request_id=state.request_id,
+        is_held=is_held,
+        computed_prompt_tokens=totals.computed_prompt_tokens,
+        queue_s=totals.admitted_s - totals.arrived_s,
+        prefill_s=totals.prefill_done_s - totals.admitted_s,
+    )

@@ -24,10 +24,11 @@ class StopMatcher:
         """The stop that ended the text, if one did."""
         return self._matched
 
-    def push(self, text: str) -> tuple[str, str | None]:
+    def push(self, text: str, *, can_stop: bool = True) -> tuple[str, str | None]:
         """Add text; return what may be shown now and the stop that ended it, or None.
 
-        After a match nothing is shown any more.
+        After a match nothing is shown any more. A stop that becomes complete while `can_stop` is false is ordinary
+        text; one that only begins then still ends the text later.
         """
         if self._matched is not None:
             return "", self._matched
@@ -37,7 +38,7 @@ class StopMatcher:
         state = self._held
         for end, character in enumerate(text, start=len(self._held) + 1):
             state = self._advance(state, character)
-            stop = self._complete_stop(state)
+            stop = self._complete_stop(state) if can_stop else None
             if stop is not None:
                 self._matched, self._held = stop, ""
                 return pending[: end - len(stop)], stop

@@ -1,6 +1,7 @@
 """Text to tokens: a model's own tokenizer and chat template, loaded once."""
 
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,11 @@ from typing import Any
 import jinja2
 from transformers import AutoTokenizer
 
+from engine.checkpoints import gguf_file
 from engine.detokenizer import IncrementalDetokenizer, TokenBytes
 from messages.errors import ConfigError, InvalidRequest
+
+log = logging.getLogger(__name__)
 
 
 class Tokenizer:
@@ -24,19 +28,26 @@ class Tokenizer:
         """One more than the highest id, added tokens among them."""
         special = (token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special)
         self._token_bytes = TokenBytes(self._backend, frozenset(special))
+        self._data_of: dict[int, bytes] = {}
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read the tokenizer of the checkpoint in folder `path`.
+        """Read the tokenizer of the checkpoint at `path`, a folder or a GGUF file.
+
+        A `tokenizer.json` goes before what a GGUF file says, because that does not hold every rule of splitting.
 
         Raises:
-            ConfigError: The folder has no tokenizer that can be used.
+            ConfigError: There is no tokenizer that can be used.
         """
-        folder = Path(path)
+        gguf = gguf_file(Path(path))
+        folder = Path(path) if gguf is None else gguf.parent
         if not folder.is_dir():
             raise ConfigError(f"no model folder at {folder}", path=str(folder))
+        options = {} if gguf is None or (folder / "tokenizer.json").is_file() else {"gguf_file": gguf.name}
+        if options:
+            log.warning("tokenizer.guessed gguf=%s: put the model's tokenizer.json beside it to be exact", gguf)
         try:
-            wrapped = AutoTokenizer.from_pretrained(str(folder))
+            wrapped = AutoTokenizer.from_pretrained(str(folder), **options)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ConfigError(f"cannot load the tokenizer in {folder}: {error}", path=str(folder)) from error
         if not getattr(wrapped, "is_fast", False):
@@ -59,6 +70,23 @@ class Tokenizer:
         while bos is not None and token_ids[:2] == [bos, bos]:
             token_ids = token_ids[1:]
         return token_ids
+
+    def encode_inside(self, text: str, param: str) -> list[int]:
+        """Encode text that stands inside another one, so without BOS or any other token around it.
+
+        Raises:
+            InvalidRequest: The text is not valid Unicode; the context names `param`.
+        """
+        token_ids: list[int] = self._backend.encode(_checked(text, param), add_special_tokens=False).ids
+        return token_ids
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes that a token adds inside a text; a control token's name; empty for an id that no token has."""
+        data = self._data_of.get(token_id)
+        if data is None:
+            # Behind another token, here itself, because only the start of a text strips a space.
+            data = self._data_of[token_id] = self._token_bytes.of(token_id, token_id)
+        return data
 
     def render_chat(self, turns: Sequence[tuple[str, str]]) -> list[int]:
         """Encode a conversation of (role, content) so that the assistant's answer comes next.
@@ -88,9 +116,9 @@ class Tokenizer:
         detokenizer = self.make_detokenizer()
         return detokenizer.push(token_ids) + detokenizer.flush()
 
-    def make_detokenizer(self) -> IncrementalDetokenizer:
-        """Return a detokenizer for one request."""
-        return IncrementalDetokenizer(self._token_bytes)
+    def make_detokenizer(self, after: int | None = None) -> IncrementalDetokenizer:
+        """Return a detokenizer for one text, or for what continues a text whose last token is `after`."""
+        return IncrementalDetokenizer(self._token_bytes, after)
 
 
 def _checked(text: str, param: str) -> str:

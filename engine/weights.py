@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,15 @@ import torch
 import transformers
 
 from engine.attention.function import ATTENTION_NAME
+from engine.checkpoints import Checkpoint, gguf_file, open_checkpoint
+from engine.library_output import Progress, quiet_library, reported_loading
+from engine.longrope import settle_longrope
+from engine.model_support import refuse_unsupported
+from engine.tensor_files import read_gguf
 from kv_store.layout import BlockLayout, KvGroup
 from messages.errors import ConfigError, ModelRefused
 
-_SAMPLE_BYTES = 4096
 _DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_KINDS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,91 +32,110 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     digest: str
-    """Names the content of the checkpoint; see `checkpoint_digest`."""
+    """Names the content of the checkpoint; see `Checkpoint.digest`."""
     context_length: int
     """Most tokens of prompt and output together."""
     eos_token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TensorFile:
-    path: Path
-    header: bytes
-    tensors: dict[str, Any]
+def load_model(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    context_length: int | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """Load a checkpoint: a folder with `config.json` and safetensors files, or GGUF, which becomes plain floats.
 
-    @property
-    def data_start(self) -> int:
-        return 8 + len(self.header)
-
-
-def load_model(path: Path, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
-    """Load a folder with `config.json` and safetensors files.
+    Args:
+        path: The folder or the GGUF file.
+        dtype: What the weights become, whatever they are stored as.
+        device: Where they go.
+        context_length: Most tokens that will be served; None for all that the model was made for.
+        progress: Told about the stages.
 
     Raises:
         ConfigError: A file is missing or broken; the message names it.
         ModelRefused: The model needs something that this engine would silently get wrong.
     """
-    path, device = Path(path), torch.device(device)
+    report = progress or (lambda stage, fraction: None)
+    device = torch.device(device)
     dtype_name(dtype)
+    report("checking the checkpoint", 0.0)
     config = read_config(path)
     refuse_unsupported(config)
-    digest = checkpoint_digest(path)
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
-        )
-    except (ValueError, KeyError, RuntimeError, OSError) as error:
-        raise ModelRefused(f"transformers cannot load {path}: {_first_line(error)}") from error
-    model = model.to(device).eval().requires_grad_(requires_grad=False)
+    checkpoint = open_checkpoint(path)
+    digest = checkpoint.digest
+    with reported_loading("loading weights", report):
+        model = _read_model(checkpoint, config, dtype, device)
     text_config = model.config.get_text_config()
+    longest = int(text_config.max_position_embeddings)
+    context_length = longest if context_length is None else min(context_length, longest)
+    settle_longrope(model, context_length)
     return LoadedModel(
-        model=model,
+        model=model.eval().requires_grad_(requires_grad=False),
         config=text_config,
         dtype=dtype,
         device=device,
         digest=digest,
-        context_length=int(text_config.max_position_embeddings),
+        context_length=context_length,
         eos_token_ids=_eos_token_ids(model),
     )
 
 
 def read_config(path: Path) -> Any:
-    """Read `config.json` as transformers sees it.
+    """Read the configuration, `config.json` or the head of a GGUF file, as transformers sees it.
 
     Raises:
         ConfigError: There is none, or it is not readable.
         ModelRefused: transformers does not know the architecture.
     """
     path = Path(path)
-    file = path / "config.json"
+    gguf = gguf_file(path)
+    file = gguf or path / "config.json"
     if not file.is_file():
-        raise ConfigError(f"{file} does not exist; give a folder that holds a model checkpoint")
+        raise ConfigError(f"{file} does not exist; give a folder that holds a model checkpoint, or a .gguf file")
+    if gguf is not None:
+        # Damage is told from an unknown architecture only before the library reads the file.
+        read_gguf(gguf)
+    options = {} if gguf is None else {"gguf_file": gguf.name}
     try:
-        return transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        with quiet_library():
+            return transformers.AutoConfig.from_pretrained(file.parent, local_files_only=True, **options)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {_first_line(error)}") from error
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, NotImplementedError) as error:
         raise ModelRefused(f"transformers does not know the model in {file}: {_first_line(error)}") from error
 
 
-def refuse_unsupported(config: Any) -> None:
-    """Refuse what is known not to work before any weight is read; the load probe finds the rest.
-
-    Raises:
-        ModelRefused: With the reason.
-    """
-    text = config.get_text_config()
-    if getattr(config, "is_encoder_decoder", False):
-        raise ModelRefused("encoder-decoder models are not supported")
-    if getattr(text, "kv_lora_rank", None):
-        raise ModelRefused("multi-head latent attention (kv_lora_rank) is not supported")
-    if getattr(config, "quantization_config", None):
-        raise ModelRefused("quantized checkpoints are not supported; give float weights")
-    for rope_type in _rope_types(getattr(text, "rope_parameters", None)):
-        if rope_type in ("dynamic", "longrope"):
-            raise ModelRefused(f"{rope_type} rope is not supported: its frequencies depend on the other requests")
-    if unknown := set(getattr(text, "layer_types", None) or ()) - _KINDS:
-        raise ModelRefused(f"layers of kind {', '.join(sorted(unknown))} are not supported")
+def _read_model(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    options: dict[str, Any] = {} if checkpoint.gguf_name is None else {"gguf_file": checkpoint.gguf_name}
+    if device.type != "cpu":
+        # Each weight goes to the device as it is read; main memory never holds the model.
+        options["device_map"] = {"": str(device)}
+    try:
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint.folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            output_loading_info=True,
+            # They are refused below, by name.
+            ignore_mismatched_sizes=True,
+            **options,
+        )
+    except (ValueError, KeyError, RuntimeError, OSError, NotImplementedError) as error:
+        raise ModelRefused(f"transformers cannot load {checkpoint.folder}: {_first_line(error)}") from error
+    # The library would fill these with random numbers.
+    lost = sorted(map(str, found["missing_keys"])) or sorted(str(key) for key, *_ in found["mismatched_keys"])
+    if lost:
+        raise ConfigError(
+            f"the checkpoint in {checkpoint.folder} does not hold {lost[0]} as the model needs it"
+            + (f", nor {len(lost) - 1} more" if len(lost) > 1 else "")
+        )
+    return model
 
 
 def kv_layout(config: Any, dtype: torch.dtype, block_size: int, digest: str) -> BlockLayout:
@@ -155,44 +176,13 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def checkpoint_digest(path: Path) -> str:
-    """Hash what identifies a checkpoint, in well under a second whatever its size.
-
-    Covers `config.json`, and of every safetensors file its name, size, header (names, shapes, dtypes, places) and 4 KiB
-    from the middle of every tensor. Two trainings of one architecture differ in all of these samples; a hand-made
-    change of a few bytes outside them would go unseen.
-
-    Returns:
-        64 hex digits.
-
-    Raises:
-        ConfigError: A file is missing or broken.
-    """
-    digest = hashlib.sha256(b"kvferry-checkpoint-v1")
-    _add(digest, _read(Path(path) / "config.json"))
-    for file in _tensor_files(path):
-        _add(digest, file.path.name.encode(), str(file.path.stat().st_size).encode(), file.header)
-        with file.path.open("rb") as source:
-            for start, end in sorted(entry["data_offsets"] for entry in file.tensors.values()):
-                source.seek(file.data_start + max(start, (start + end - _SAMPLE_BYTES) // 2))
-                _add(digest, source.read(min(_SAMPLE_BYTES, end - start)))
-    return digest.hexdigest()
-
-
 def memory_needed_bytes(path: Path, dtype: torch.dtype) -> int:
     """Return the bytes that the weights take once loaded as `dtype`; reads headers only.
 
     Raises:
         ConfigError: A file is missing or broken.
     """
-    total = 0
-    for file in _tensor_files(path):
-        for entry in file.tensors.values():
-            count = 1
-            for size in entry["shape"]:
-                count *= size
-            total += count * dtype.itemsize
-    return total
+    return open_checkpoint(path).num_parameters * dtype.itemsize
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -216,56 +206,6 @@ def dtype_named(name: str) -> torch.dtype:
         if known == name:
             return dtype
     raise ConfigError(f"dtype {name!r} is not one of {', '.join(_DTYPE_NAMES.values())}")
-
-
-def _tensor_files(path: Path) -> list[_TensorFile]:
-    path = Path(path)
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(_read(index))["weight_map"].values()))
-        return [_tensor_file(path / name) for name in names]
-    found = sorted(path.glob("*.safetensors"))
-    if not found:
-        raise ConfigError(f"{path} holds no .safetensors file; weights of other formats must be converted first")
-    return [_tensor_file(file) for file in found]
-
-
-def _tensor_file(file: Path) -> _TensorFile:
-    if not file.is_file():
-        raise ConfigError(f"{file} does not exist, but the checkpoint's index names it")
-    with file.open("rb") as source:
-        prefix = source.read(8)
-        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-        if not 0 < size <= file.stat().st_size - 8:
-            raise ConfigError(f"{file} is not a complete safetensors file")
-        header = source.read(size)
-    tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-    last = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    if 8 + size + last != file.stat().st_size:
-        raise ConfigError(f"{file} is not a complete safetensors file; fetch it again")
-    return _TensorFile(path=file, header=header, tensors=tensors)
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
-
-
-def _add(digest: Any, *parts: bytes) -> None:
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little"))
-        digest.update(part)
-
-
-def _rope_types(rope: Any) -> list[str]:
-    """Find the rope types in one set of parameters or in one set per layer kind."""
-    if not isinstance(rope, dict):
-        return []
-    if "rope_type" in rope:
-        return [str(rope["rope_type"])]
-    return [kind for nested in rope.values() for kind in _rope_types(nested)]
 
 
 def _rope_digest(config: Any) -> str:

@@ -14,7 +14,7 @@ from kv_store.prefix_index import CacheChanges, KeyCensus, PrefixIndex
 from messages.errors import OutOfBlocks
 from messages.handoff import BlockId, BlockKey
 
-__all__ = ["CacheChanges", "GroupCounts", "LocalCache"]
+__all__ = ["BlockCopy", "CacheChanges", "GroupCounts", "LocalCache"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,15 @@ class GroupCounts:
     cached: int
     """Unreferenced, can be hit, can be taken."""
     referenced: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockCopy:
+    """The bytes of one block to be copied into another, before anybody writes into either."""
+
+    group: int
+    source: BlockId
+    target: BlockId
 
 
 class LocalCache:
@@ -143,6 +152,31 @@ class LocalCache:
         for number, window in enumerate(self._windows):
             if window is not None and num_computed > window:
                 self._groups[number].release(table.free_before(number, num_computed - window))
+
+    def fork(self, table: BlockTable, num_tokens: int) -> tuple[BlockTable, list[BlockCopy]]:
+        """Make a table that shares the full blocks of the first `num_tokens` tokens of another.
+
+        A block that the cut goes through gets a copy of its own, because both tables will write into it.
+
+        Raises:
+            OutOfBlocks: There is no block for the copy; nothing was taken.
+        """
+        full, rest = divmod(num_tokens, self._size)
+        if rest and any(group.num_available < 1 for group in self._groups):
+            raise OutOfBlocks("no free KV block for a copy")
+        fork = BlockTable(num_groups=len(self._groups), block_size=self._size)
+        copies: list[BlockCopy] = []
+        for number, group in enumerate(self._groups):
+            fork.append(number, self.block_ids(table)[number][:full])
+            group.acquire(fork.held(number))
+            source = table.block_at(number, full) if rest else None
+            if source is not None:
+                (target,) = group.allocate(1)
+                fork.append(number, [target])
+                copies.append(BlockCopy(group=number, source=source, target=target))
+        fork.set_valid(num_tokens)
+        fork.num_indexed = min(full, table.num_indexed)
+        return fork, copies
 
     def truncate(self, table: BlockTable, num_tokens: int) -> int:
         """Cut a table back to its first `num_tokens` tokens.

@@ -14,6 +14,16 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """A token's log probability under the model, before temperature, penalties and filters."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """The most likely tokens and their log probabilities, best first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenEvent:
     """One or more tokens of one choice; the last event of a choice carries `finish_reason`."""
 
@@ -23,6 +33,12 @@ class TokenEvent:
     token_ids: tuple[int, ...]
     choice: int = 0
     finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The client's stop token that ended the choice; None for the model's own end tokens."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """One per token when the request asks for them, else empty."""
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    """Only in the first event of choice 0, when asked for: one per prompt token, None for the very first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Sequence
 
 from messages import errors
 from messages.handoff import BlockId, BlockKey, BlockRef, Handoff, HandoffId, OpenReply
-from messages.requests import Adapter, GenerationRequest, RequestId, SamplingParams
-from messages.tokens import FinishReason, TokenEvent
+from messages.requests import Adapter, GenerationRequest, Grammar, GrammarKind, RequestId, SamplingParams
+from messages.tokens import FinishReason, TokenEvent, TokenLogprob
 from messages.v1 import worker_pb2 as pb
 
 BlockGroups = tuple[tuple[BlockRef | None, ...], ...]
@@ -23,8 +23,27 @@ def request_to_wire(request: GenerationRequest) -> pb.Request:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             seed=sampling.seed,
+            n=sampling.n,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=[pb.LogitBias(token_id=token_id, bias=bias) for token_id, bias in sampling.logit_bias],
+            allowed_token_ids=(
+                None if sampling.allowed_token_ids is None else pb.TokenIds(ids=sampling.allowed_token_ids)
+            ),
+            bad_words=[pb.TokenIds(ids=ids) for ids in sampling.bad_words],
+            min_tokens=sampling.min_tokens,
             stop_token_ids=sampling.stop_token_ids,
+            end_token_ids=sampling.end_token_ids,
+            logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
+            grammar=(
+                None
+                if sampling.grammar is None
+                else pb.Grammar(kind=sampling.grammar.kind.value, source=sampling.grammar.source)
+            ),
         ),
         salt=request.salt,
         timeout_s=request.timeout_s,
@@ -47,8 +66,27 @@ def request_from_wire(message: pb.Request) -> GenerationRequest:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             seed=sampling.seed if sampling.HasField("seed") else None,
+            n=sampling.n,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            logit_bias=tuple((entry.token_id, entry.bias) for entry in sampling.logit_bias),
+            allowed_token_ids=(
+                tuple(sampling.allowed_token_ids.ids) if sampling.HasField("allowed_token_ids") else None
+            ),
+            bad_words=tuple(tuple(word.ids) for word in sampling.bad_words),
+            min_tokens=sampling.min_tokens,
             stop_token_ids=tuple(sampling.stop_token_ids),
+            end_token_ids=tuple(sampling.end_token_ids),
+            logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+            prompt_logprobs=sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None,
+            grammar=(
+                Grammar(kind=GrammarKind(sampling.grammar.kind), source=sampling.grammar.source)
+                if sampling.HasField("grammar")
+                else None
+            ),
         ),
         salt=message.salt,
         adapter=(
@@ -129,6 +167,9 @@ def tokens_to_wire(event: TokenEvent) -> pb.Tokens:
         first_index=event.first_index,
         token_ids=event.token_ids,
         finish_reason=event.finish_reason.value if event.finish_reason else "",
+        stop_token_id=event.stop_token_id,
+        logprobs=[_logprob_to_wire(entry) for entry in event.logprobs],
+        prompt_logprobs=[_logprob_to_wire(entry) for entry in event.prompt_logprobs],
     )
 
 
@@ -140,6 +181,30 @@ def tokens_from_wire(message: pb.Tokens) -> TokenEvent:
         first_index=message.first_index,
         token_ids=tuple(message.token_ids),
         finish_reason=FinishReason(message.finish_reason) if message.finish_reason else None,
+        stop_token_id=message.stop_token_id if message.HasField("stop_token_id") else None,
+        logprobs=tuple(_logprob_from_wire(entry) for entry in message.logprobs),
+        prompt_logprobs=tuple(
+            _logprob_from_wire(entry) if entry.HasField("logprob") else None for entry in message.prompt_logprobs
+        ),
+    )
+
+
+def _logprob_to_wire(entry: TokenLogprob | None) -> pb.TokenLogprob:
+    if entry is None:
+        return pb.TokenLogprob()
+    return pb.TokenLogprob(
+        token_id=entry.token_id,
+        logprob=entry.logprob,
+        top_token_ids=[token_id for token_id, _ in entry.top],
+        top_logprobs=[logprob for _, logprob in entry.top],
+    )
+
+
+def _logprob_from_wire(message: pb.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(
+        token_id=message.token_id,
+        logprob=message.logprob,
+        top=tuple(zip(message.top_token_ids, message.top_logprobs, strict=True)),
     )
 
 

@@ -1,11 +1,15 @@
 """The asyncio client against a real grpc.aio server."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 import kvferry
-from kvferry import AsyncClient, InvalidRequest
+from kvferry import AsyncClient, AsyncStream, InvalidRequest, Sampling, StreamBroken
+from kvferry.requests import make_sampling
+from kvferry.results import prompt_logprobs_of
 from kvferry.testing import Answer, FakeServer
 from kvferry.v1 import inference_pb2 as v1
 
@@ -49,18 +53,119 @@ async def test_chat_sends_every_turn() -> None:
 
 
 async def test_every_sampling_parameter_reaches_the_server() -> None:
+    numbers: dict[str, Any] = {
+        "max_tokens": 7,
+        "min_tokens": 2,
+        "n": 2,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": 4,
+        "min_p": 0.25,
+        "seed": 2**63,
+        "presence_penalty": -1.0,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 2.0,
+        "logprobs": 0,
+        "prompt_logprobs": 3,
+        "priority": -5,
+        "ignore_eos": True,
+        "include_stop_str_in_output": False,
+    }
+    lists: dict[str, Any] = {"bad_words": ["x"], "stop_token_ids": [5], "logit_bias": {3: -1.5}}
+
     async with FakeServer() as server, AsyncClient(server.target) as client:
         await client.generate(
-            [1, 2, 3], model="m", max_tokens=7, temperature=0.0, top_p=0.5, top_k=4, seed=2**63, stop="END"
+            [1, 2, 3], model="m", stop="END", allowed_token_ids=[8, 9], regex="a+", echo=True, **numbers, **lists
         )
 
     (request,) = server.requests
     assert isinstance(request, v1.GenerateRequest)
     assert list(request.token_ids.ids) == [1, 2, 3]
     assert request.model == "m"
+    assert request.echo
     assert request.sampling == v1.SamplingParams(
-        max_tokens=7, temperature=0.0, top_p=0.5, top_k=4, seed=2**63, stop=["END"]
+        stop=["END"], allowed_token_ids=v1.TokenIds(ids=[8, 9]), grammar=v1.Grammar(regex="a+"), **numbers, **lists
     )
+    assert set(request.sampling.DESCRIPTOR.fields_by_name) == {field.name for field, _ in request.sampling.ListFields()}
+
+
+@pytest.mark.parametrize(
+    ("given", "grammar"),
+    [
+        ({"json_schema": {"type": "object"}}, v1.Grammar(json_schema='{"type": "object"}')),
+        ({"json_schema": '{"type":"array"}'}, v1.Grammar(json_schema='{"type":"array"}')),
+        ({"json_object": True}, v1.Grammar(json_object=v1.JsonObject())),
+        ({"json_object": False}, None),
+        ({"json_object": False, "regex": "x"}, v1.Grammar(regex="x")),
+        ({"choice": ["a", "b"]}, v1.Grammar(choice=v1.Texts(texts=["a", "b"]))),
+        ({"choice": None}, None),
+    ],
+)
+def test_a_grammar_is_sent_as_what_it_is(given: Sampling, grammar: v1.Grammar | None) -> None:
+    assert make_sampling(**given) == v1.SamplingParams(grammar=grammar)
+
+
+def test_two_grammars_are_an_invalid_request() -> None:
+    with pytest.raises(InvalidRequest, match="regex and choice"):
+        make_sampling(regex="a", choice=["a"])
+
+
+async def test_every_choice_has_its_chunks_its_text_and_its_finish() -> None:
+    async with (
+        FakeServer(Answer("Hel", "lo", stop=13)) as server,
+        AsyncClient(server.target) as client,
+        client.stream("a b", n=2, logprobs=1, echo=True) as chunks,
+    ):
+        pieces = [(chunk.choice, str(chunk)) async for chunk in chunks]
+
+    assert pieces == [(0, "a bHel"), (1, "a bHel"), (0, "lo"), (1, "lo")]
+    completion = chunks.result
+    assert [choice.text for choice in completion.choices] == ["a bHello", "a bHello"]
+    assert [choice.token_ids for choice in completion.choices] == [(0, 1), (0, 1)]
+    assert {(choice.finish_reason, choice.stop) for choice in completion.choices} == {("stop", 13)}
+    assert (completion.text, completion.token_ids, completion.stop) == ("a bHello", (0, 1), 13)
+    assert completion.usage.completion_tokens == 4
+    assert completion.logprobs == completion.choices[1].logprobs
+    assert completion.logprobs[1] == kvferry.TokenLogprob(token_id=1, text="lo", text_bytes=b"lo", logprob=-1.0)
+
+
+def test_log_probabilities_of_the_prompt_are_gathered_from_all_messages() -> None:
+    top = v1.TokenLogprob(token_id=2, logprob=-0.25, text="b")
+    known = v1.TokenLogprob(token_id=1, logprob=-0.5, text="a", text_bytes=b"a", top=[top])
+
+    first, second = prompt_logprobs_of([v1.TokenLogprob(), known])
+
+    assert first is None
+    assert second is not None
+    assert (second.token_id, second.logprob, [other.text for other in second.top]) == (1, -0.5, ["b"])
+
+
+async def test_a_choice_without_its_finish_is_a_broken_stream() -> None:
+    messages = [
+        v1.GenerateChunk(text="a", token_ids=[1]),
+        v1.GenerateChunk(choice=1, text="b", finish=v1.Finish(), summary=v1.Summary()),
+    ]
+
+    async with AsyncStream(lambda: _Call(messages)) as chunks:
+        assert (await anext(chunks)).text == "a"
+        with pytest.raises(StreamBroken, match="finish of every choice") as raised:
+            await anext(chunks)
+
+    assert raised.value.partial_text == "a"
+
+
+class _Call:
+    """Messages of a call that is under way."""
+
+    def __init__(self, messages: list[v1.GenerateChunk]) -> None:
+        self._messages = messages
+
+    async def __aiter__(self) -> AsyncIterator[v1.GenerateChunk]:
+        for message in self._messages:
+            yield message
+
+    def cancel(self) -> bool:
+        return True
 
 
 async def test_a_parameter_left_out_is_not_sent() -> None:
@@ -173,7 +278,16 @@ async def test_models_lists_what_is_served() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"prompt": [-1]}, {"prompt": [2**32]}, {"prompt": "x", "seed": -1}, {"prompt": "x", "max_tokens": 2**31}],
+    [
+        {"prompt": [-1]},
+        {"prompt": [2**32]},
+        {"prompt": "x", "seed": -1},
+        {"prompt": "x", "max_tokens": 2**31},
+        {"prompt": "x", "stop_token_ids": [-1]},
+        {"prompt": "x", "allowed_token_ids": [-1]},
+        {"prompt": "x", "logit_bias": {-1: 1.0}},
+        {"prompt": "x", "regex": "\ud800"},
+    ],
 )
 async def test_what_the_contract_cannot_carry_is_an_invalid_request(arguments: dict[str, object]) -> None:
     async with AsyncClient("127.0.0.1:1") as client:

@@ -36,6 +36,10 @@ ConfigOption = Annotated[
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="Any field, e.g. --set models.0.max_running=8.")
 ]
+DtypeOption = Annotated[Dtype | None, typer.Option(help="Of weights and KV.  [default: auto]")]
+KvMemoryOption = Annotated[
+    str | None, typer.Option("--kv-memory", metavar="SIZE", help="KV memory of a worker, e.g. 2GiB.  [default: 1GiB]")
+]
 VerboseOption = Annotated[bool, typer.Option("--verbose", "-v", help="Show the output of Ray and of the workers.")]
 
 
@@ -48,7 +52,8 @@ def serve(  # noqa: PLR0913  (each is an option of the command line)
     config: ConfigOption = None,
     grpc_port: Annotated[int | None, typer.Option(help="Port of the gRPC API.  [default: 9000]")] = None,
     http_port: Annotated[int | None, typer.Option(help="Port of the HTTP API.  [default: 8000]")] = None,
-    dtype: Annotated[Dtype | None, typer.Option(help="Of weights and KV.  [default: auto]")] = None,
+    dtype: DtypeOption = None,
+    kv_memory: KvMemoryOption = None,
     set_: SetOption = None,
     verbose: VerboseOption = False,
 ) -> None:
@@ -58,8 +63,8 @@ def serve(  # noqa: PLR0913  (each is an option of the command line)
     chosen = {"gateway.grpc_port": grpc_port, "gateway.http_port": http_port, "models.0.dtype": dtype}
     overrides: dict[str, Any] = {field: value for field, value in chosen.items() if value is not None}
     if model is not None:
-        overrides |= {"models.0.source": model, "models.0.name": default_model_name(model)}
-    settings = load_config(config, _gpu_overrides(config) | overrides | _assignments(set_))
+        overrides |= _model_overrides(model)
+    settings = load_config(config, _gpu_overrides(config) | overrides | _kv_overrides(kv_memory) | _assignments(set_))
     _run_until_stopped(settings, is_verbose=verbose)
 
 
@@ -93,6 +98,32 @@ def fetch(source: Annotated[str, typer.Argument(help='"demo" or a hub id.')]) ->
     with fetch_progress() as progress:
         folder = resolve_model(source, progress)
     output.print(str(folder), highlight=False, soft_wrap=True)
+
+
+@model_app.command()
+def plan(
+    source: Annotated[str, typer.Argument(help='"demo", a folder with a checkpoint, a .gguf file, or a hub id.')],
+    *,
+    config: ConfigOption = None,
+    dtype: DtypeOption = None,
+    kv_memory: KvMemoryOption = None,
+    set_: SetOption = None,
+) -> None:
+    """Print what memory the workers would use for a model, and how many tokens they would hold; start nothing."""
+    from deployments.model_source import resolve_model  # noqa: PLC0415  (imports the hub's client)
+    from deployments.preflight import settle_kv_memory  # noqa: PLC0415
+    from deployments.worker.memory import plan_worker  # noqa: PLC0415  (imports torch)
+
+    chosen = {} if dtype is None else {"models.0.dtype": dtype}
+    overrides = _gpu_overrides(config) | _model_overrides(source) | chosen | _kv_overrides(kv_memory)
+    settings = load_config(config, overrides | _assignments(set_))
+    with fetch_progress() as progress:
+        model = resolve_model(source, progress)
+    settings = settle_kv_memory(settings, model)
+    for pool in settings.pools:
+        table = plan_worker(settings, pool, model).table()
+        heading = f"pool {pool.name}, {pool.replicas} worker{'s' if pool.replicas > 1 else ''}"
+        output.print(f"{heading}\n{table}\n", markup=False, highlight=False, soft_wrap=True)
 
 
 @config_app.command()
@@ -149,6 +180,15 @@ def _print_addresses(settings: AppConfig, grpc_address: str, http_url: str) -> N
     output.print(f"\n[bold green]{settings.model.name} is ready[/]", highlight=False)
     for text in (f"  gRPC  {grpc_address}", f"  HTTP  {http_url}/v1", f"\n{curl}\n", "Ctrl-C stops it."):
         output.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _model_overrides(source: str) -> dict[str, Any]:
+    return {"models.0.source": source, "models.0.name": default_model_name(source)}
+
+
+def _kv_overrides(kv_memory: str | None) -> dict[str, Any]:
+    """What was asked for on the command line goes before everything that a file says about the size."""
+    return {} if kv_memory is None else {"models.0.kv_memory_bytes": kv_memory, "models.0.kv_num_blocks": None}
 
 
 def _gpu_overrides(config: Path | None) -> dict[str, Any]:

@@ -14,19 +14,26 @@ async def open_chunks(service: GenerationService, spec: GenerationSpec) -> Async
     """Yield the request's chunks; leaving, in whatever way, closes the service's iterator and waits for that.
 
     Raises:
-        ServingError: From the service; or a stream without a finish, or any other exception, as INTERNAL.
+        ServingError: From the service; or a stream without all its finishes, or any other exception, as INTERNAL.
     """
     # The service promises that its iterator can be closed, which the type AsyncIterator cannot say.
     source = cast("AsyncGenerator[Chunk, None]", service.generate(spec))
-    async with aclosing(source), aclosing(_checked(source)) as chunks:
+    async with aclosing(source), aclosing(_checked(source, spec.n)) as chunks:
         yield chunks
 
 
-async def _checked(source: AsyncIterator[Chunk]) -> AsyncGenerator[Chunk, None]:
+async def _checked(source: AsyncIterator[Chunk], num_choices: int) -> AsyncGenerator[Chunk, None]:
+    running = set(range(num_choices))
     with translate_unexpected():
         async for chunk in source:
+            if chunk.choice not in running:
+                raise ServingError("internal error: a choice went on after its finish")
+            if chunk.finish is not None:
+                running.remove(chunk.choice)
+            if (chunk.summary is None) != bool(running):
+                raise ServingError("internal error: the summary does not come with the last finish")
             yield chunk
-            if chunk.finish is None:
+            if chunk.summary is None:
                 continue
             # Closing the service here would look like an abort to it, so its code runs to its end.
             if await anext(source, None) is not None:

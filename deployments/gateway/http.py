@@ -20,7 +20,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.gateway.exchange import open_chunks
-from deployments.gateway.openai_types import ChatAnswer, ChatRequest, make_answer, model_object, parse_chat_request
+from deployments.gateway.openai_answers import ChatAnswer, make_answer, model_object
+from deployments.gateway.openai_types import ChatRequest, parse_chat_request
 from deployments.gateway.status_codes import error_body, http_headers, http_status, openai_error
 from deployments.service import Chunk, GenerationService
 from messages.errors import Draining, ModelNotFound, ServingError
@@ -79,9 +80,10 @@ class ChatEndpoint:
         model = chat.spec.model or next((card.name for card in self._service.models()), "")
         async with open_chunks(self._service, chat.spec) as chunks:
             if chat.stream:
-                await _stream(chunks, model, send, include_usage=chat.include_usage)
+                await _stream(chunks, chat, model, send)
                 return
-            completion = await _collect(chunks, model)
+            received = [chunk async for chunk in chunks]
+        completion = _answer_to(chat, received[0], model).completion(received)
         await JSONResponse(completion)(scope, receive, send)
 
 
@@ -162,25 +164,21 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _collect(chunks: AsyncIterator[Chunk], model: str) -> dict[str, Any]:
-    received = [chunk async for chunk in chunks]
-    last = received[-1]
-    if last.finish is None:
-        raise ServingError("internal error: the answer ended without its last chunk")
-    content = "".join(chunk.text for chunk in received)
-    return make_answer(last.request_id, model).completion(content, last.finish)
+def _answer_to(chat: ChatRequest, first: Chunk, model: str) -> ChatAnswer:
+    spec = chat.spec
+    return make_answer(first.request_id, model, num_choices=spec.n, has_logprobs=spec.logprobs is not None)
 
 
-async def _stream(chunks: AsyncIterator[Chunk], model: str, send: Send, *, include_usage: bool) -> None:
+async def _stream(chunks: AsyncIterator[Chunk], chat: ChatRequest, model: str, send: Send) -> None:
     # The first chunk before the status line: until then an error can still be a status.
     first = await anext(chunks)
-    answer = make_answer(first.request_id, model)
+    answer = _answer_to(chat, first, model)
     await send({"type": "http.response.start", "status": 200, "headers": _raw(_EVENT_STREAM_HEADERS)})
-    role = _event(_with_usage(answer.chunk({"role": "assistant", "content": ""}), include_usage=include_usage))
-    await send(_part(role + _events(first, answer, include_usage=include_usage)))
+    roles = [_with_usage(role, include_usage=chat.include_usage) for role in answer.roles()]
+    await send(_part(b"".join(map(_event, roles)) + _events(first, answer, include_usage=chat.include_usage)))
     try:
         async for chunk in chunks:
-            events = _events(chunk, answer, include_usage=include_usage)
+            events = _events(chunk, answer, include_usage=chat.include_usage)
             if events:
                 await send(_part(events))
     except ServingError as error:
@@ -190,15 +188,10 @@ async def _stream(chunks: AsyncIterator[Chunk], model: str, send: Send, *, inclu
 
 
 def _events(chunk: Chunk, answer: ChatAnswer, *, include_usage: bool) -> bytes:
-    parts = []
-    if chunk.text:
-        parts.append(_with_usage(answer.chunk({"content": chunk.text}), include_usage=include_usage))
-    if chunk.finish is not None:
-        last = answer.chunk({}, finish_reason=str(chunk.finish.reason))
-        parts.append(_with_usage(last, include_usage=include_usage))
-        if include_usage:
-            parts.append(answer.usage_chunk(chunk.finish.usage))
-    return b"".join(_event(part) for part in parts)
+    parts = [_with_usage(part, include_usage=include_usage) for part in answer.parts(chunk)]
+    if include_usage and chunk.summary is not None:
+        parts.append(answer.usage_chunk(chunk.summary.usage))
+    return b"".join(map(_event, parts))
 
 
 def _with_usage(chunk: dict[str, Any], *, include_usage: bool) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""The JSON of the OpenAI chat API: requests in, completions and chunks out."""
+"""The body of a chat request of the OpenAI API, and the extensions that this server takes in it."""
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from deployments.gateway.structured_output import parse_response_format, parse_structured_outputs
 from deployments.gateway.validation import (
     MAX_INT32,
+    MAX_LOGPROBS,
     SAMPLING_FIELDS,
     boolean,
     integer,
@@ -16,14 +16,23 @@ from deployments.gateway.validation import (
     role,
     text,
 )
-from deployments.service import ChatTurn, Finish, GenerationSpec, ModelCard
+from deployments.service import ChatTurn, GenerationSpec
 from messages.errors import InvalidRequest
-from messages.tokens import Usage
+from messages.requests import Grammar
 
-_STRUCTURE = ("model", "messages", "stream", "stream_options", "max_completion_tokens")
-_FIELDS = frozenset((*_STRUCTURE, *SAMPLING_FIELDS))
-
-Json = dict[str, Any]
+_STRUCTURE = (
+    "model",
+    "messages",
+    "stream",
+    "stream_options",
+    "max_completion_tokens",
+    "top_logprobs",
+    "response_format",
+    "structured_outputs",
+)
+# The API's answer has no place for what prompt_logprobs asks for.
+_SAMPLING = frozenset(SAMPLING_FIELDS) - {"prompt_logprobs"}
+_FIELDS = _SAMPLING | frozenset(_STRUCTURE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +52,9 @@ def parse_chat_request(body: bytes) -> ChatRequest:
     """
     fields = _parse_object(body)
     refuse_unknown(fields, _FIELDS)
-    sampling = {name: fields.get(name) for name in SAMPLING_FIELDS}
+    sampling = {name: fields.get(name) for name in _SAMPLING}
     sampling["max_tokens"] = _token_limit(fields)
+    sampling["logprobs"] = _num_logprobs(fields)
     stream = _flag(fields.get("stream"), "stream")
     model = fields.get("model")
     return ChatRequest(
@@ -52,6 +62,7 @@ def parse_chat_request(body: bytes) -> ChatRequest:
             prompt=_parse_messages(fields.get("messages")),
             model=None if model is None else text(model, "model"),
             sampling=sampling,
+            grammar=_grammar(fields),
         ),
         stream=stream,
         include_usage=_parse_include_usage(fields.get("stream_options"), stream=stream),
@@ -82,6 +93,25 @@ def _token_limit(fields: Mapping[str, object]) -> object:
         message = "max_tokens and max_completion_tokens say different things; send one of them"
         raise InvalidRequest(message, param="max_completion_tokens")
     return limit if old is None else old
+
+
+def _num_logprobs(fields: Mapping[str, object]) -> int | None:
+    wanted = _flag(fields.get("logprobs"), "logprobs")
+    top = fields.get("top_logprobs")
+    if top is None:
+        return 0 if wanted else None
+    if not wanted:
+        raise InvalidRequest("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
+    return integer(top, "top_logprobs", low=0, high=MAX_LOGPROBS)
+
+
+def _grammar(fields: Mapping[str, object]) -> Grammar | None:
+    response_format = parse_response_format(fields.get("response_format"))
+    structured = parse_structured_outputs(fields.get("structured_outputs"))
+    if response_format is not None and structured is not None:
+        message = "response_format and structured_outputs say different things; send one of them"
+        raise InvalidRequest(message, param="structured_outputs")
+    return structured if response_format is None else response_format
 
 
 def _parse_include_usage(options: object, *, stream: bool) -> bool:
@@ -128,62 +158,3 @@ def _parse_part(part: object, name: str) -> str:
         raise InvalidRequest(f"{name} must be a part of type text", param=name)
     refuse_unknown(part, ("type", "text"), inside=name)
     return text(part.get("text"), f"{name}.text")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatAnswer:
-    """What all JSON objects of one answer have in common."""
-
-    request_id: str
-    model: str
-    created: int
-
-    def completion(self, content: str, finish: Finish) -> Json:
-        """The whole answer."""
-        message = {"role": "assistant", "content": content, "refusal": None}
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": str(finish.reason)}
-        return self._object("chat.completion", [choice]) | {"usage": usage(finish.usage)}
-
-    def chunk(self, delta: Json, *, finish_reason: str | None = None) -> Json:
-        """A part of a streamed answer."""
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return self._object("chat.completion.chunk", [choice])
-
-    def usage_chunk(self, counts: Usage) -> Json:
-        """The part after the last one, with no choices."""
-        return self._object("chat.completion.chunk", []) | {"usage": usage(counts)}
-
-    def _object(self, kind: str, choices: list[Json]) -> Json:
-        return {
-            "id": f"chatcmpl-{self.request_id}",
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
-
-
-def make_answer(request_id: str, model: str) -> ChatAnswer:
-    """An answer that begins now."""
-    return ChatAnswer(request_id=request_id, model=model, created=int(time.time()))
-
-
-def usage(counts: Usage) -> Json:
-    """The usage object."""
-    return {
-        "prompt_tokens": counts.prompt_tokens,
-        "completion_tokens": counts.completion_tokens,
-        "total_tokens": counts.prompt_tokens + counts.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
-    }
-
-
-def model_object(card: ModelCard, *, created: int) -> Json:
-    """One served model."""
-    return {
-        "id": card.name,
-        "object": "model",
-        "created": created,
-        "owned_by": "kvferry",
-        "context_length": card.context_length,
-    }

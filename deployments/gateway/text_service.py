@@ -2,31 +2,67 @@
 
 import asyncio
 import hashlib
-import logging
-import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
+from typing import Protocol
 
 from deployments.config import LimitsConfig
-from deployments.router import Route, Router
-from deployments.service import Chunk, Finish, GenerationSpec, ModelCard
-from deployments.streaming import TextPiece, TextStream
+from deployments.gateway.sampling import check_ids, make_sampling
+from deployments.service import Chunk, GenerationSpec, ModelCard, Summary
+from deployments.streaming import TextAnswer
 from engine.tokenizer import Tokenizer
 from messages.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Overloaded, ServingError, Unavailable
 from messages.requests import GenerationRequest, RequestId, SamplingParams
-from messages.tokens import TokenEvent, Usage
+from messages.tokens import Provenance, TokenEvent, Usage
 from telemetry.metrics import GatewayMetrics
 
-log = logging.getLogger(__name__)
+
+class TokenRoute(Protocol):
+    """One request on its way; what it cost is right once `tokens` has ended."""
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens whose KV was found."""
+        ...
+
+    @property
+    def provenance(self) -> Provenance:
+        """Who computed what."""
+        ...
+
+    def tokens(self) -> AsyncGenerator[TokenEvent, None]:
+        """Events of all choices; each choice's are in order and end with a finish reason. Closing it aborts."""
+        ...
+
+
+class TokenSource(Protocol):
+    """What turns requests into tokens: the router, or a script."""
+
+    def is_ready(self) -> bool:
+        """Whether requests can be placed now."""
+        ...
+
+    def context_length(self) -> int | None:
+        """Most tokens of prompt and output together; None when there is no worker."""
+        ...
+
+    async def route(self, request: GenerationRequest) -> TokenRoute:
+        """Decide where a request runs.
+
+        Raises:
+            Unavailable: No worker can take it.
+        """
+        ...
 
 
 class TextService:
-    """Implements GenerationService over the router."""
+    """Implements GenerationService over a router."""
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, router: Router, metrics: GatewayMetrics, limits: LimitsConfig
+        self, model: str, tokenizer: Tokenizer, router: TokenSource, metrics: GatewayMetrics, limits: LimitsConfig
     ) -> None:
         self._model = model
         self._tokenizer = tokenizer
@@ -87,16 +123,7 @@ class TextService:
         if context_length is None:
             raise Unavailable("no worker takes requests now")
         # Long prompts take milliseconds to tokenize; other streams must not wait for it.
-        token_ids = await asyncio.to_thread(self._token_ids, spec)
-        sampling = SamplingParams(
-            max_tokens=_max_tokens(spec.max_tokens, len(token_ids), context_length),
-            temperature=spec.temperature,
-            top_p=spec.top_p,
-            top_k=spec.top_k,
-            seed=spec.seed if spec.seed is not None else secrets.randbits(63),
-            stop=spec.stop,
-            stop_token_ids=tuple(sorted(self._tokenizer.eos_ids)),
-        )
+        token_ids, sampling = await asyncio.to_thread(self._tokenize, spec, context_length)
         return GenerationRequest(
             request_id=RequestId(uuid.uuid4().hex),
             model=self._model,
@@ -104,6 +131,13 @@ class TextService:
             sampling=sampling,
             salt=_salt(spec.tenant),
             timeout_s=min(spec.timeout_s or self._limits.request_timeout_s, self._limits.request_timeout_s),
+            priority=spec.priority,
+        )
+
+    def _tokenize(self, spec: GenerationSpec, context_length: int) -> tuple[tuple[int, ...], SamplingParams]:
+        token_ids = self._token_ids(spec)
+        return token_ids, make_sampling(
+            spec, self._tokenizer, prompt_tokens=len(token_ids), context_length=context_length
         )
 
     def _token_ids(self, spec: GenerationSpec) -> tuple[int, ...]:
@@ -111,11 +145,7 @@ class TextService:
             token_ids = tuple(self._tokenizer.encode(spec.prompt))
         elif all(isinstance(part, int) for part in spec.prompt):
             token_ids = tuple(part for part in spec.prompt if isinstance(part, int))
-            unknown = [token_id for token_id in token_ids if not 0 <= token_id < self._tokenizer.vocab_size]
-            if unknown:
-                raise InvalidRequest(
-                    f"token id {unknown[0]} is not in the vocabulary of {self._tokenizer.vocab_size}", param="prompt"
-                )
+            check_ids(token_ids, self._tokenizer.vocab_size, "prompt")
         else:
             turns = [(part.role, part.content) for part in spec.prompt if not isinstance(part, int)]
             token_ids = tuple(self._tokenizer.render_chat(turns))
@@ -127,27 +157,37 @@ class TextService:
         self, request: GenerationRequest, spec: GenerationSpec, started_s: float
     ) -> AsyncGenerator[Chunk, None]:
         self._metrics.prompt_tokens.inc(len(request.prompt_token_ids))
-        text = TextStream(self._tokenizer, spec.stop)
+        answer = TextAnswer(request, spec, self._tokenizer)
         first_s: float | None = None
+        last: Chunk | None = None
         route = await self._router.route(request)
         async with aclosing(self._until_deadline(route, request.timeout_s)) as events:
             async for event in events:
                 if first_s is None:
                     first_s = time.monotonic() - started_s
                     self._metrics.ttft.observe(first_s)
-                piece = text.push(event)
-                self._metrics.output_tokens.inc(len(piece.token_ids))
-                if piece.finish_reason is not None:
+                for chunk in answer.take(event):
+                    self._metrics.output_tokens.inc(len(chunk.token_ids))
+                    if answer.is_done:
+                        last = chunk
+                        break
+                    yield chunk
+                if last is not None:
                     break
-                yield Chunk(request_id=request.request_id, text=piece.text, token_ids=piece.token_ids)
-            else:
-                raise ServingError("the stream ended without a last token")
+        if last is None or first_s is None:
+            raise ServingError("the stream ended without a last token")
         self._metrics.cached_tokens.inc(route.cached_tokens)
-        finish = _finish(piece, request, route, text.num_tokens, (first_s, time.monotonic() - started_s))
-        yield Chunk(request_id=request.request_id, text=piece.text, token_ids=piece.token_ids, finish=finish)
+        usage = Usage(
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=answer.num_tokens,
+            cached_tokens=route.cached_tokens,
+        )
+        total_s = time.monotonic() - started_s
+        summary = Summary(usage=usage, provenance=route.provenance, first_token_s=first_s, total_s=total_s)
+        yield replace(last, summary=summary)
 
     @staticmethod
-    async def _until_deadline(route: Route, timeout_s: float | None) -> AsyncGenerator[TokenEvent, None]:
+    async def _until_deadline(route: TokenRoute, timeout_s: float | None) -> AsyncGenerator[TokenEvent, None]:
         """The route's tokens; each wait is bounded, and none spans a yield, where another task may go on."""
         deadline_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
         async with aclosing(route.tokens()) as events:
@@ -160,41 +200,6 @@ class TextService:
                 except TimeoutError:
                     raise DeadlineExceeded("the request's time is over", timeout_s=timeout_s) from None
                 yield event
-
-
-def _finish(
-    piece: TextPiece, request: GenerationRequest, route: Route, num_tokens: int, seconds: tuple[float, float]
-) -> Finish:
-    assert piece.finish_reason is not None, "only a last piece finishes"
-    return Finish(
-        reason=piece.finish_reason,
-        usage=Usage(
-            prompt_tokens=len(request.prompt_token_ids),
-            completion_tokens=num_tokens,
-            cached_tokens=route.cached_tokens,
-        ),
-        provenance=route.provenance,
-        first_token_s=seconds[0],
-        total_s=seconds[1],
-        stop=piece.stop,
-    )
-
-
-def _max_tokens(wanted: int | None, prompt_tokens: int, context_length: int) -> int:
-    room = context_length - prompt_tokens
-    if room < 1:
-        raise InvalidRequest(
-            f"the prompt has {prompt_tokens} tokens; the context of {context_length} holds no more", param="prompt"
-        )
-    if wanted is None:
-        return room
-    if wanted > room:
-        raise InvalidRequest(
-            f"max_tokens is {wanted}, but the context of {context_length} holds {room} after a prompt of "
-            f"{prompt_tokens} tokens",
-            param="max_tokens",
-        )
-    return wanted
 
 
 def _salt(tenant: str) -> bytes:

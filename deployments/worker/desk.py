@@ -6,10 +6,9 @@ its Submit or Prepare until its last event is sent and, for a prefill, until its
 
 import asyncio
 import logging
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import time
 
+from deployments.worker.entries import Entry, Grammars, Outbox, WorkerIdentity, work_done_message
 from deployments.worker.link import GatewaySession
 from deployments.worker.pull import MakeReader, Pull
 from engine.events import Accepted, Allocated, EngineEvent, Failed, LoadSnapshot, Progress, StepOutput, WorkDone
@@ -17,8 +16,7 @@ from engine.loop import EngineLoop
 from engine.request import Part
 from kv_store.handoff import HandoffTable
 from messages.errors import Draining, InvalidRequest, ServingError
-from messages.handoff import HandoffId
-from messages.requests import RequestId
+from messages.requests import GenerationRequest, Grammar, RequestId
 from messages.tokens import TokenEvent
 from messages.v1 import worker_pb2 as pb
 from messages.wire import (
@@ -33,47 +31,6 @@ from telemetry.metrics import WorkerCounter
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerIdentity:
-    """Who a worker is in one life."""
-
-    worker_id: str
-    incarnation: str
-    pool: str
-    role: str
-
-
-@dataclass(slots=True, kw_only=True)
-class Entry:
-    """One request on this worker."""
-
-    session: GatewaySession
-    part: Part
-    pull: Pull | None = None
-    pull_task: asyncio.Task[None] | None = None
-    handoff_id: HandoffId | None = None
-    has_first: bool = False
-    """PREFILL: token 1 is sent; only the hand-off keeps the blocks."""
-    is_released: bool = False
-    """PREFILL: no reader needs the blocks; they go as soon as token 1 is sent."""
-
-
-@dataclass(slots=True)
-class Outbox:
-    """Events of one turn, by gateway."""
-
-    by_session: dict[GatewaySession, list[pb.Event]] = field(default_factory=lambda: defaultdict(list))
-
-    def add(self, session: GatewaySession, event: pb.Event) -> None:
-        """Queue one event."""
-        self.by_session[session].append(event)
-
-    def flush(self) -> None:
-        """One StepEvents message per gateway."""
-        for session, events in self.by_session.items():
-            session.send(pb.WorkerMessage(step=pb.StepEvents(events=events)))
-
-
 class Desk:
     """Routes messages to the engine and events back; every request has exactly one terminal event or was aborted."""
 
@@ -83,13 +40,14 @@ class Desk:
         engine: EngineLoop,
         handoffs: HandoffTable,
         make_reader: MakeReader,
-        clock: Callable[[], float],
+        grammars: Grammars,
     ) -> None:
         self._identity = identity
+        self._grammars = grammars
         self._engine = engine
         self._handoffs = handoffs
         self._make_reader = make_reader
-        self._clock = clock
+        self._clock = time.monotonic
         self._entries: dict[RequestId, Entry] = {}
         self._sessions: set[GatewaySession] = set()
         self._load: LoadSnapshot | None = None
@@ -137,7 +95,7 @@ class Desk:
                 self._submit_unified(session, message.submit_unified)
             case "submit_prefill":
                 if self._enter(session, message.submit_prefill.request, Part.PREFILL):
-                    self._engine.submit(request_from_wire(message.submit_prefill.request), Part.PREFILL)
+                    self._submit(request_from_wire(message.submit_prefill.request), Part.PREFILL)
             case "prepare":
                 self._prepare(session, message.prepare)
             case "progress":
@@ -197,7 +155,7 @@ class Desk:
     def _submit_unified(self, session: GatewaySession, message: pb.SubmitUnified) -> None:
         most = message.max_uncached_tokens if message.HasField("max_uncached_tokens") else None
         if self._enter(session, message.request, Part.WHOLE):
-            self._engine.submit(request_from_wire(message.request), Part.WHOLE, max_uncached_tokens=most)
+            self._submit(request_from_wire(message.request), Part.WHOLE, max_uncached_tokens=most)
 
     def _prepare(self, session: GatewaySession, message: pb.Prepare) -> None:
         if not self._enter(session, message.request, Part.DECODE):
@@ -207,7 +165,38 @@ class Desk:
         entry.pull = Pull(request.request_id, handoff_from_wire(message.handoff), self._make_reader, self._engine)
         entry.pull_task = asyncio.create_task(entry.pull.run(), name=f"pull-{request.request_id}")
         entry.pull_task.add_done_callback(lambda task: self._on_pull_end(request.request_id, task))
-        self._engine.submit(request, Part.DECODE)
+        self._submit(request, Part.DECODE)
+
+    def _submit(self, request: GenerationRequest, part: Part, max_uncached_tokens: int | None = None) -> None:
+        """Give the request to the engine, with its grammar compiled if it has one."""
+        if request.sampling.grammar is None:
+            self._engine.submit(request, part, max_uncached_tokens=max_uncached_tokens)
+            return
+        work = self._compile_and_submit(request, request.sampling.grammar, part, max_uncached_tokens)
+        self._entries[request.request_id].compiling = asyncio.create_task(work, name=f"grammar-{request.request_id}")
+
+    async def _compile_and_submit(
+        self, request: GenerationRequest, grammar: Grammar, part: Part, max_uncached_tokens: int | None
+    ) -> None:
+        entry = self._entries[request.request_id]
+        try:
+            matcher = await self._grammars.compile(grammar)
+        except ServingError as error:
+            entry.compiling = None
+            self._fail(request.request_id, error)
+            return
+        entry.compiling = None
+        self._engine.submit(request, part, max_uncached_tokens=max_uncached_tokens, matcher=matcher)
+        if entry.first_tokens:
+            # Start came while the grammar was being compiled.
+            self._engine.start_decode(request.request_id, entry.first_tokens)
+
+    def _fail(self, request_id: RequestId, error: ServingError) -> None:
+        """End a request with an error from outside the engine."""
+        entry = self._entries[request_id]
+        failed = pb.Event(failed=failed_to_wire(request_id, error))
+        entry.session.send(pb.WorkerMessage(step=pb.StepEvents(events=[failed])))
+        self._abort(request_id)
 
     def _progress(self, message: pb.PrefillProgress) -> None:
         entry = self._entries.get(RequestId(message.request_id))
@@ -219,7 +208,9 @@ class Desk:
         entry = self._entries.get(request_id)
         if entry is not None and entry.pull is not None:
             entry.pull.set_started()
-            self._engine.start_decode(request_id, message.first_token_id)
+            entry.first_tokens = {first.choice: first.token_id for first in message.first_tokens}
+            if entry.compiling is None:
+                self._engine.start_decode(request_id, entry.first_tokens)
 
     # Ends
 
@@ -228,6 +219,8 @@ class Desk:
         if entry is None:
             return
         self.count(WorkerCounter.ABORTS)
+        if entry.compiling is not None:
+            entry.compiling.cancel()
         if entry.handoff_id is not None:
             self._handoffs.release(entry.handoff_id, self._identity.incarnation, self._clock())
             self.settle()
@@ -264,10 +257,7 @@ class Desk:
             error = fault if isinstance(fault, ServingError) else ServingError("reading the KV blocks failed")
             if error is not fault:
                 log.error("pull.crashed request_id=%s", request_id, exc_info=fault)
-            entry.session.send(
-                pb.WorkerMessage(step=pb.StepEvents(events=[pb.Event(failed=failed_to_wire(request_id, error))]))
-            )
-            self._abort(request_id)
+            self._fail(request_id, error)
 
     def settle(self) -> None:
         """Give back the blocks of hand-offs that are over, at once or as soon as token 1 is sent."""
@@ -316,7 +306,8 @@ class Desk:
                 progress = pb.PrefillProgress(request_id=event.request_id, complete_tokens=event.complete_tokens)
                 outbox.add(entry.session, pb.Event(progress=progress))
             case WorkDone():
-                outbox.add(entry.session, pb.Event(work_done=_work_done(entry, event)))
+                entry.done = event
+                outbox.add(entry.session, pb.Event(work_done=work_done_message(entry, event)))
             case TokenEvent():
                 outbox.add(entry.session, pb.Event(tokens=tokens_to_wire(event)))
                 self._after_tokens(entry, event)
@@ -335,13 +326,15 @@ class Desk:
         return accepted
 
     def _after_tokens(self, entry: Entry, event: TokenEvent) -> None:
-        if event.finish_reason is not None:
+        if entry.done is None:
+            return
+        if not entry.done.is_held:
             self._close_entry(event.request_id, entry)
-        elif entry.part is Part.PREFILL:
-            entry.has_first = True
-            if entry.is_released:
-                del self._entries[event.request_id]
-                self._engine.abort(event.request_id)
+            return
+        entry.has_first = True
+        if entry.is_released:
+            del self._entries[event.request_id]
+            self._engine.abort(event.request_id)
 
     def _close_entry(self, request_id: RequestId, entry: Entry) -> None:
         """The request ended in the engine; a hand-off or a pull of it ends too."""
@@ -351,17 +344,3 @@ class Desk:
             self.settle()
         if entry.pull_task is not None and not entry.pull_task.done():
             self._let_go(request_id, entry)
-
-
-def _work_done(entry: Entry, event: WorkDone) -> pb.WorkDone:
-    message = pb.WorkDone(
-        request_id=event.request_id,
-        computed_prompt_tokens=event.computed_prompt_tokens,
-        queue_s=event.queue_s,
-        prefill_s=event.prefill_s,
-    )
-    if entry.pull is not None:
-        stats = entry.pull.stats
-        message.blocks_moved, message.bytes_moved = stats.blocks, stats.size_bytes
-        message.transfer_s, message.exposed_s = stats.transfer_s, stats.exposed_s
-    return message

@@ -1,25 +1,27 @@
 """Builds a worker's engine: weights, arena, prefix cache, runner and step loop, checked before it takes work."""
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from deployments.config import AppConfig, ModelConfig, PoolConfig
-from deployments.devices import resolve_dtype
+from deployments.config import AppConfig, PoolConfig
+from deployments.devices import device_for, resolve_dtype
+from deployments.worker.cores import bind_process
+from deployments.worker.memory import plan_worker
+from engine.admission import SchedulerLimits
 from engine.events import StepOutput
+from engine.grammar import GrammarCompiler
 from engine.loop import EngineLoop
 from engine.model_runner import ModelRunner, configure_threads
 from engine.probe import probe
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
 from engine.weights import LoadedModel, dtype_named, kv_layout, load_model
 from kv_store.block_key import KeyExtras
 from kv_store.layout import Arena, BlockLayout
 from kv_store.local_cache import LocalCache
-from messages.errors import ConfigError
 from messages.requests import GenerationRequest
 from telemetry.step_record import StepRecord
 
@@ -30,6 +32,8 @@ log = logging.getLogger(__name__)
 class ModelHost:
     """A loaded, probed model with its KV memory."""
 
+    source: Path
+    """Folder of the checkpoint, or its GGUF file."""
     loaded: LoadedModel
     layout: BlockLayout
     arena: Arena
@@ -52,6 +56,10 @@ class ModelHost:
         """Codec names of all groups, for block keys."""
         return "+".join(group.codec for group in self.layout.groups)
 
+    def make_grammars(self) -> GrammarCompiler:
+        """A compiler of grammars over this model's vocabulary."""
+        return GrammarCompiler(self.source, int(self.loaded.config.vocab_size), self.loaded.eos_token_ids)
+
     def make_engine(
         self, sink: Callable[[StepOutput], None], on_step: Callable[[StepRecord], None] | None = None
     ) -> EngineLoop:
@@ -61,54 +69,57 @@ class ModelHost:
         return EngineLoop(Scheduler(cache, self.limits), cache, runner, self, sink, on_step)
 
 
-def load_host(config: AppConfig, pool: PoolConfig, folder: Path) -> ModelHost:
+def load_host(config: AppConfig, pool: PoolConfig, model: Path) -> ModelHost:
     """Load the model of `config` for a worker of `pool`; blocks for seconds.
 
+    Args:
+        config: The whole deployment.
+        pool: The worker's own.
+        model: Folder of the checkpoint, or its GGUF file.
+
     Raises:
-        ConfigError: The memory for KV is too small for one request.
+        ConfigError: The checkpoint is broken, or the memory is too small.
         ModelRefused: The model cannot be served right.
     """
-    _bind_to_cores(pool)
-    model = config.model
-    device = torch.device("cuda" if pool.num_gpus > 0 else "cpu")
-    dtype = dtype_named(resolve_dtype(model.dtype, on_gpu=device.type == "cuda"))
-    loaded = load_model(folder, dtype, device)
+    num_cores = bind_process(pool.cpu_affinity, pool.nice)
+    configure_threads(pool.threads(num_cores))
+    settings = config.model
+    plan = plan_worker(config, pool, model)
+    log.info("memory.planned\n%s", plan.table())
+    device = torch.device(device_for(pool.num_gpus))
+    dtype = dtype_named(resolve_dtype(settings.dtype, on_gpu=device.type == "cuda"))
+    loaded = load_model(model, dtype, device, context_length=settings.context_length, progress=StageLog())
     probe(loaded)
-    layout = kv_layout(loaded.config, dtype, model.block_size, loaded.digest)
-    num_blocks = _num_blocks(model, layout)
-    context_length = min(model.context_length or loaded.context_length, loaded.context_length)
-    most = min(num_blocks) * model.block_size
-    if most < 2 * model.block_size:
-        raise ConfigError(f"models.0.kv_memory_bytes holds {most} tokens of KV; give it more")
-    arena = Arena(layout, num_blocks, device)
-    log.info("model.loaded digest=%s num_blocks=%s arena_bytes=%d", loaded.digest, num_blocks, arena.buffer.numel())
+    layout = kv_layout(loaded.config, dtype, settings.block_size, loaded.digest)
+    arena = Arena(layout, plan.num_blocks, device)
+    log.info("model.loaded digest=%s num_blocks=%s arena_bytes=%d", loaded.digest, plan.num_blocks, arena.bytes_total)
     return ModelHost(
+        source=model,
         loaded=loaded,
         layout=layout,
         arena=arena,
-        num_blocks=num_blocks,
-        context_length=min(context_length, most),
+        num_blocks=plan.num_blocks,
+        context_length=plan.context_length,
         limits=SchedulerLimits(
-            block_size=model.block_size,
-            max_step_tokens=model.max_batch_tokens,
-            max_chunk_tokens=model.prefill_chunk_tokens,
-            max_running=model.max_running,
+            block_size=settings.block_size,
+            max_step_tokens=settings.max_batch_tokens,
+            max_chunk_tokens=settings.prefill_chunk_tokens,
+            max_running=settings.max_running,
             max_waiting=config.limits.max_queue,
-            context_length=min(context_length, most),
+            context_length=plan.context_length,
         ),
     )
 
 
-def _num_blocks(model: ModelConfig, layout: BlockLayout) -> tuple[int, ...]:
-    if model.kv_num_blocks is not None:
-        return (model.kv_num_blocks,) * len(layout.groups)
-    per_block = sum(layout.block_bytes(group) for group in range(len(layout.groups)))
-    return (model.kv_memory_bytes // per_block,) * len(layout.groups)
+class StageLog:
+    """Logs each stage of a load, and each quarter of it."""
 
+    def __init__(self) -> None:
+        self._last: tuple[str, int] | None = None
 
-def _bind_to_cores(pool: PoolConfig) -> None:
-    if pool.cpu_affinity:
-        os.sched_setaffinity(0, pool.cpu_affinity)
-    if pool.nice:
-        os.nice(pool.nice)
-    configure_threads(pool.threads(len(os.sched_getaffinity(0))))
+    def __call__(self, stage: str, fraction: float) -> None:
+        """Take note of the progress."""
+        quarter = int(fraction * 4)
+        if self._last != (stage, quarter):
+            self._last = stage, quarter
+            log.info("model.loading stage=%r percent=%d", stage, quarter * 25)

@@ -13,12 +13,14 @@ import grpc
 
 from deployments.config import AppConfig, PoolConfig
 from deployments.worker.block_owner import BlockOwner
-from deployments.worker.desk import Desk, WorkerIdentity
+from deployments.worker.desk import Desk
+from deployments.worker.entries import WorkerIdentity
 from deployments.worker.link import WorkerLink
 from deployments.worker.membership import Membership
 from deployments.worker.model_host import ModelHost
 from deployments.worker.peers import Peers
 from engine.events import StepOutput
+from engine.grammar import GrammarCompiler
 from kv_store.handoff import HandoffTable
 from kv_store.registry.protocol import Registry, WorkerRecord
 from kv_store.registry.shard import ShardFailure
@@ -53,11 +55,12 @@ class FailureCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerParts:
-    """What a worker is made of; the runtime owns transport and registry and closes them."""
+    """What a worker is made of; the runtime closes transport, registry and grammars."""
 
     model: ModelHost
     transport: BlockTransport
     registry: Registry
+    grammars: GrammarCompiler
     registry_failures: FailureCount = field(default_factory=FailureCount)
 
 
@@ -100,7 +103,7 @@ class WorkerRuntime:
         identity = WorkerIdentity(
             worker_id=self._worker_id, incarnation=self._incarnation, pool=self._pool.name, role=self._pool.role
         )
-        self.desk = Desk(identity, self._engine, self._handoffs, self._peers.make_reader, time.monotonic)
+        self.desk = Desk(identity, self._engine, self._handoffs, self._peers.make_reader, self._parts.grammars)
         self._membership = Membership(self._parts.registry, self._record(model), self._config.registry.lease_s)
         await self._serve(model)
         return self
@@ -114,6 +117,7 @@ class WorkerRuntime:
         await asyncio.to_thread(self._engine.close)
         await self._peers.close()
         await asyncio.to_thread(self._parts.transport.close)
+        await self._parts.grammars.close()
         await self._parts.registry.close()
         if self._step_log is not None:
             self._step_log.close()

@@ -14,6 +14,7 @@ from deployments.worker.model_host import load_host
 from deployments.worker.runtime import FailureCount, WorkerParts, WorkerRuntime, agent_name
 from kv_store.registry.redis import RedisRegistry
 from kv_store.transfer.nixl import NixlTransport
+from telemetry.logs import log_to_stderr
 
 EXIT_DELAY_S = 0.3
 
@@ -47,6 +48,7 @@ class Worker:
 
 def _make_parts(config: AppConfig, pool: PoolConfig, worker_id: str) -> WorkerParts:
     """Load the model and open the ways to other processes; blocks for seconds."""
+    log_to_stderr()
     model = load_host(config, pool, resolve_model(config.model.source))
     failures = FailureCount()
     return WorkerParts(
@@ -54,4 +56,5 @@ def _make_parts(config: AppConfig, pool: PoolConfig, worker_id: str) -> WorkerPa
         transport=NixlTransport(agent_name(worker_id), model.arena.buffer),
         registry=RedisRegistry(config.registry.urls, config.registry.namespace, on_failure=failures.add),
         registry_failures=failures,
+        grammars=model.make_grammars(),
     )

@@ -8,16 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
+from engine.attention.dense import FUSED_TILE, attend, is_by_products, tile_of
 from engine.attention.function import Score
 from engine.attention.plan import DecodePlan, Gather, GroupPlan, GroupShape, PrefillPlan, RowGeometry, plan_group
 from engine.batch import Batch
 from kv_store.layout import Arena
 from messages.errors import ModelRefused
-
-QUERY_TILE = 128
-"""Queries per tile of a prompt's chunk: the mask and the scores of a tile stay small at any context length."""
 
 StatisticsHook = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
 """Called per layer with its number, queries (H, T, D), new keys (H_kv, T, D) and output (T, H, D_v); must not change
@@ -31,16 +28,16 @@ class CausalMasks:
         self.window = window
         self._dtype = dtype
         self._device = device
-        self._matrix = self._make(QUERY_TILE)
+        self._matrix = self._make(FUSED_TILE)
 
     def corner(self, num_queries: int, num_keys: int) -> torch.Tensor:
         """Return what is added to the scores when the last query stands at the last key, (queries, keys)."""
         if num_keys > self._matrix.shape[1]:
             self._matrix = self._make(2 * num_keys)
-        return self._matrix[QUERY_TILE - num_queries :, self._matrix.shape[1] - num_keys :]
+        return self._matrix[FUSED_TILE - num_queries :, self._matrix.shape[1] - num_keys :]
 
     def _make(self, num_keys: int) -> torch.Tensor:
-        queries = torch.arange(num_keys - QUERY_TILE, num_keys, device=self._device)[:, None]
+        queries = torch.arange(num_keys - FUSED_TILE, num_keys, device=self._device)[:, None]
         distance = queries - torch.arange(num_keys, device=self._device)[None, :]
         hidden = distance < 0
         if self.window is not None:
@@ -186,33 +183,21 @@ def _decode(plan: DecodePlan, place: _Layer, query: torch.Tensor, score: Score) 
     k, v = _gather(plan.gather, place, query.dtype)
     num_heads, batch, dim = query.shape
     folded = query.reshape(k.shape[1], -1, batch, dim).permute(2, 0, 1, 3)
-    return _attend(folded, k, v, plan.mask, score).reshape(batch, num_heads, -1)
+    return attend(folded, k, v, plan.mask, score).reshape(batch, num_heads, -1)
 
 
 def _prefill(
     plan: PrefillPlan, place: _Layer, masks: CausalMasks, query: torch.Tensor, score: Score, out: torch.Tensor
 ) -> None:
     k, v = _gather(plan.gather, place, query.dtype)
-    window = masks.window
-    for start in range(plan.start, plan.end, QUERY_TILE):
-        end = min(start + QUERY_TILE, plan.end)
+    window, tile = masks.window, tile_of(query, score)
+    for start in range(plan.start, plan.end, tile):
+        end = min(start + tile, plan.end)
         first = plan.first_token + start - plan.start
         first_key = 0 if window is None else max(0, start - window + 1)
         keys = slice(first_key - plan.first_key, end - plan.first_key)
-        tile = query[None, :, first : first + end - start]
-        mask = masks.corner(end - start, end - first_key)
-        attended = _attend(tile, k[:, :, keys], v[:, :, keys], mask, score)
+        # Without a window every query of the tile sees all keys before the tile.
+        num_masked = end - (start if window is None and is_by_products(query, score) else first_key)
+        mask = masks.corner(end - start, num_masked)
+        attended = attend(query[None, :, first : first + end - start], k[:, :, keys], v[:, :, keys], mask, score)
         out[first : first + end - start] = attended[0].transpose(0, 1)
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, score: Score) -> torch.Tensor:
-    """Attend q (B, H, T, D) over k and v (B, H_kv, L, ...); H is a multiple of H_kv."""
-    if score.softcap is None:
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=score.scale, enable_gqa=grouped)
-    scale = q.shape[-1] ** -0.5 if score.scale is None else score.scale
-    by_kv_head = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2], q.shape[3])
-    scores = torch.matmul(by_kv_head, k.unsqueeze(2).transpose(3, 4)) * scale
-    scores = score.softcap * torch.tanh(scores / score.softcap)
-    weights = (scores + mask.unsqueeze(-3) if mask.dim() > 2 else scores + mask).softmax(-1, dtype=torch.float32)
-    return torch.matmul(weights.to(q.dtype), v.unsqueeze(2)).flatten(1, 2)

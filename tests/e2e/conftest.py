@@ -1,7 +1,6 @@
 """Whole systems on the real model: real Ray, real Valkey, real NIXL, real sockets."""
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,11 +36,19 @@ class Stacks:
         self._exits.close()
 
 
+STACKS = pytest.StashKey[Stacks]()
+
+
 @pytest.fixture(scope="session")
-def stacks(demo_folder: Path) -> Iterator[Stacks]:
-    stacks = Stacks()
-    yield stacks
-    stacks.close()
+def stacks(demo_folder: Path, request: pytest.FixtureRequest) -> Stacks:
+    return request.session.stash.setdefault(STACKS, Stacks())
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Stop the system behind the last test of this folder, not behind the last of all."""
+    stacks = item.session.stash.get(STACKS, None)
+    if stacks is not None and (nextitem is None or not nextitem.path.is_relative_to(Path(__file__).parent)):
+        stacks.close()
 
 
 @pytest.fixture

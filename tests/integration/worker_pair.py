@@ -6,6 +6,7 @@ Real engine and model (tiny, random weights), loopback transport, in-memory regi
 import asyncio
 import time
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -47,7 +48,16 @@ def save_tiny_model(folder: Path) -> Path:
 class WorkerPair:
     """Async context manager; `ask` sends a request, the runtimes' desks and the network can be interfered with."""
 
-    def __init__(self, folder: Path, *, num_blocks: int = 64, lease_s: float = 5.0, **model: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_blocks: int = 64,
+        lease_s: float = 5.0,
+        preempts_each_once: bool = False,
+        **model: Any,
+    ) -> None:
+        self._preempts_each_once = preempts_each_once
         self.config = AppConfig(
             version=1,
             models=[
@@ -77,10 +87,12 @@ class WorkerPair:
         for pool in self.config.pools:
             name = agent_name(pool.name)
             model = await asyncio.to_thread(load_host, self.config, pool, self.folder)
+            model = replace(model, limits=replace(model.limits, preempts_each_once=self._preempts_each_once))
             parts = WorkerParts(
                 model=model,
                 transport=LoopbackTransport(name, model.arena.buffer, self.network),
                 registry=self.registry,
+                grammars=model.make_grammars(),
             )
             runtime = WorkerRuntime(self.config, pool, pool.name, "127.0.0.1", parts)
             self.agents[pool.name] = name
@@ -97,7 +109,7 @@ class WorkerPair:
         await self._exits.aclose()
 
     async def route(self, prompt: list[int], max_tokens: int = 8, name: str = "r") -> Route:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=(2,), seed=1)
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, end_token_ids=(2,), seed=1)
         request = GenerationRequest(
             request_id=RequestId(name), model="tiny", prompt_token_ids=tuple(prompt), sampling=sampling
         )

@@ -16,13 +16,14 @@ from kvferry.errors import (
     Unsupported,
 )
 from kvferry.requests import Messages, Prompt, Sampling
-from kvferry.results import Chunk, Completion, FinishReason, ModelCard, Provenance, Timings, Usage
+from kvferry.results import Choice, Chunk, Completion, FinishReason, ModelCard, Provenance, Timings, TokenLogprob, Usage
 from kvferry.sync_client import Client, Stream
 
 __all__ = [
     "AsyncClient",
     "AsyncStream",
     "Cancelled",
+    "Choice",
     "Chunk",
     "Client",
     "Completion",
@@ -43,6 +44,7 @@ __all__ = [
     "Stream",
     "StreamBroken",
     "Timings",
+    "TokenLogprob",
     "Unavailable",
     "Unsupported",
     "Usage",

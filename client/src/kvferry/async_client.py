@@ -14,7 +14,7 @@ import grpc.aio
 
 from kvferry.errors import StreamBroken, error_of_call
 from kvferry.requests import make_chat_request, make_generate_request, make_sampling
-from kvferry.results import Chunk, Completion, ModelCard, completion_of
+from kvferry.results import Chunk, Completion, GrowingChoice, ModelCard, completion_of, prompt_logprobs_of
 from kvferry.v1 import inference_pb2 as v1
 from kvferry.v1.inference_pb2_grpc import InferenceStub
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from kvferry.requests import Messages, Prompt, Sampling
+    from kvferry.results import TokenLogprob
 
 
 class _Call(Protocol):
@@ -36,14 +37,14 @@ class _Call(Protocol):
 
 
 class AsyncStream:
-    """One growing text; iterate inside `async with`, and leaving that block early cancels the call on the server."""
+    """The growing texts of one call; iterate inside `async with`: leaving that early cancels the call on the server."""
 
     def __init__(self, start: Callable[[], _Call]) -> None:
         self._start = start
         self._call: _Call | None = None
         self._messages: AsyncIterator[v1.GenerateChunk] | None = None
-        self._pieces: list[str] = []
-        self._token_ids: list[int] = []
+        self._choices: dict[int, GrowingChoice] = {}
+        self._prompt_logprobs: list[TokenLogprob | None] = []
         self._result: Completion | None = None
         self.request_id = ""
         """The server's name of the request; empty until the first chunk is there."""
@@ -73,8 +74,9 @@ class AsyncStream:
         """
         while True:
             message = await self._next_message()
-            if message.token_ids or message.text:
-                return Chunk(text=message.text, token_ids=tuple(message.token_ids))
+            chunk = self._take(message)
+            if chunk.token_ids or chunk.text:
+                return chunk
 
     async def _next_message(self) -> v1.GenerateChunk:
         if self._messages is None:
@@ -85,28 +87,35 @@ class AsyncStream:
             raise error_of_call(failure, partial_text=self.text) from failure
         except StopAsyncIteration:
             if self._result is None:
-                raise StreamBroken("the stream ended without a finish", partial_text=self.text) from None
+                raise StreamBroken("the stream ended without its last message", partial_text=self.text) from None
             raise
-        self._take(message)
         return message
 
-    def _take(self, message: v1.GenerateChunk) -> None:
+    def _take(self, message: v1.GenerateChunk) -> Chunk:
         self.request_id = message.request_id or self.request_id
-        self._pieces.append(message.text)
-        self._token_ids.extend(message.token_ids)
-        if message.HasField("finish"):
-            self._result = completion_of(
-                message.finish, text=self.text, token_ids=self._token_ids, request_id=self.request_id
-            )
+        self._prompt_logprobs.extend(prompt_logprobs_of(message.prompt_logprobs))
+        chunk = self._choices.setdefault(message.choice, GrowingChoice()).add(message)
+        if message.HasField("summary"):
+            self._end(message.summary)
+        return chunk
+
+    def _end(self, summary: v1.Summary) -> None:
+        grown = [self._choices[index] for index in sorted(self._choices)]
+        finished = [one.choice(one.finish) for one in grown if one.finish is not None]
+        if len(finished) < len(grown):
+            raise StreamBroken("the stream ended without the finish of every choice", partial_text=self.text)
+        self._result = completion_of(
+            summary, choices=finished, prompt_logprobs=self._prompt_logprobs, request_id=self.request_id
+        )
 
     @property
     def text(self) -> str:
-        """What has arrived so far."""
-        return "".join(self._pieces)
+        """What has arrived of choice 0 so far."""
+        return self._choices[0].text if 0 in self._choices else ""
 
     @property
     def result(self) -> Completion:
-        """The whole text, why it ended and what it cost; there once the iteration has ended.
+        """The whole texts, why they ended and what they cost; there once the iteration has ended.
 
         Raises:
             RuntimeError: The stream has not ended, or it failed.
@@ -155,6 +164,7 @@ class AsyncClient:
         *,
         model: str | None = None,
         timeout_s: float | None = None,
+        echo: bool = False,
         **sampling: Unpack[Sampling],
     ) -> AsyncStream:
         """Continue a prompt, piece by piece.
@@ -163,12 +173,13 @@ class AsyncClient:
             prompt: Text, or token ids.
             model: May be left out when one model is served.
             timeout_s: Time for the whole call; None is the client's own.
-            **sampling: max_tokens, temperature, top_p, top_k, seed, stop; see `kvferry.Sampling`.
+            echo: Begin the text of every choice with the prompt's.
+            **sampling: max_tokens, temperature, n, stop and all the others of `kvferry.Sampling`.
 
         Raises:
             InvalidRequest: An argument does not fit the contract. Everything else is raised by the stream.
         """
-        request = make_generate_request(prompt, model, make_sampling(**sampling))
+        request = make_generate_request(prompt, model, make_sampling(**sampling), echo=echo)
         return AsyncStream(partial(self._stub.Generate, request, timeout=self._limit(timeout_s)))
 
     def stream_chat(
@@ -189,14 +200,15 @@ class AsyncClient:
         *,
         model: str | None = None,
         timeout_s: float | None = None,
+        echo: bool = False,
         **sampling: Unpack[Sampling],
     ) -> Completion:
-        """Continue a prompt and wait for the whole text; arguments as in `stream`.
+        """Continue a prompt and wait for the whole text, or texts; arguments as in `stream`.
 
         Raises:
             KVFerryError: The call failed; what had arrived is in its `partial_text`.
         """
-        async with self.stream(prompt, model=model, timeout_s=timeout_s, **sampling) as chunks:
+        async with self.stream(prompt, model=model, timeout_s=timeout_s, echo=echo, **sampling) as chunks:
             async for _ in chunks:
                 pass
         return chunks.result

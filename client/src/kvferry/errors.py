@@ -33,7 +33,7 @@ class KVFerryError(Exception):
         super().__init__(message)
         self.message = message
         self.partial_text = partial_text
-        """Text that had arrived before the failure."""
+        """Text of choice 0 that had arrived before the failure."""
 
     def __reduce__(self) -> tuple[object, ...]:
         # The keyword-only argument would be lost on the way through a process pool.

@@ -4,7 +4,9 @@
         async with AsyncClient(server.target) as client: ...
 
 `with FakeServer(...)` runs the same server in a thread of its own, for tests without an event loop. Answers are used
-in order, one per call; when they are used up, the server echoes the last thing it was told, word by word.
+in order, one per call; when they are used up, the server echoes the last thing it was told, word by word. Of what a
+request asks for, the server honours `n` (every choice is the same), `logprobs` (all are -1, and nothing else is as
+likely) and `echo`; the rest is in `requests`, to be looked at.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ class Answer:
     Args:
         *pieces: Text of each chunk; every piece counts as one token.
         reason: Finish reason of a good end, `stop` or `length`.
-        stop: The stop string that ended the text.
+        stop: The stop string, or the stop token id, that ended the text.
         error: End with this error instead.
-        broken: End the stream without a finish instead.
+        broken: End the stream without its last message instead.
         held: Do not end at all: wait until the client cancels.
     """
 
@@ -50,7 +52,7 @@ class Answer:
         self,
         *pieces: str,
         reason: str = "stop",
-        stop: str = "",
+        stop: str | int | None = None,
         error: KVFerryError | None = None,
         broken: bool = False,
         held: bool = False,
@@ -117,20 +119,43 @@ class FakeServer:
             self._thread.close()
 
 
-async def _play(
-    answer: Answer, request_id: str, num_prompt_tokens: int, context: Context
-) -> AsyncIterator[v1.GenerateChunk]:
+async def _play(answer: Answer, request_id: str, request: Request, context: Context) -> AsyncIterator[v1.GenerateChunk]:
+    prompt, n = _prompt_of(request), request.sampling.n or 1
     for position, piece in enumerate(answer.pieces):
-        yield v1.GenerateChunk(request_id=request_id, text=piece, token_ids=[position])
+        before = prompt if position == 0 and isinstance(request, v1.GenerateRequest) and request.echo else ""
+        logprobs = [_logprob(position, piece)] if request.sampling.HasField("logprobs") else []
+        for choice in range(n):
+            yield v1.GenerateChunk(
+                request_id=request_id, choice=choice, text=before + piece, token_ids=[position], logprobs=logprobs
+            )
     if answer.held:
         await asyncio.Event().wait()
     if answer.error is not None:
         await context.abort(_status_of(answer.error), answer.error.message)
     if answer.broken:
         return
-    usage = v1.Usage(prompt_tokens=num_prompt_tokens, completion_tokens=len(answer.pieces))
-    finish = v1.Finish(reason=answer.reason, stop=answer.stop, usage=usage)
-    yield v1.GenerateChunk(request_id=request_id, finish=finish)
+    usage = v1.Usage(prompt_tokens=len(prompt.split()), completion_tokens=len(answer.pieces) * n)
+    for choice in range(n):
+        summary = v1.Summary(usage=usage) if choice == n - 1 else None
+        yield v1.GenerateChunk(request_id=request_id, choice=choice, finish=_finish(answer), summary=summary)
+
+
+def _finish(answer: Answer) -> v1.Finish:
+    if answer.stop is None:
+        return v1.Finish(reason=answer.reason)
+    if isinstance(answer.stop, int):
+        return v1.Finish(reason=answer.reason, stop_token_id=answer.stop)
+    return v1.Finish(reason=answer.reason, stop_string=answer.stop)
+
+
+def _logprob(token_id: int, piece: str) -> v1.TokenLogprob:
+    return v1.TokenLogprob(token_id=token_id, text=piece, text_bytes=piece.encode(), logprob=-1.0)
+
+
+def _prompt_of(request: Request) -> str:
+    if isinstance(request, v1.ChatRequest):
+        return request.messages[-1].content if request.messages else ""
+    return request.text or " ".join(map(str, request.token_ids.ids))
 
 
 def _echo(prompt: str) -> Answer:
@@ -157,27 +182,25 @@ class _Servicer(InferenceServicer):
 
     # grpc.aio looks at the handler itself: only an async generator function may answer with a stream.
     async def Generate(self, request: v1.GenerateRequest, context: Context) -> AsyncIterator[v1.GenerateChunk]:  # noqa: N802
-        prompt = request.text or " ".join(map(str, request.token_ids.ids))
-        async with aclosing(self._run(request, prompt, context)) as chunks:
+        async with aclosing(self._run(request, context)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def Chat(self, request: v1.ChatRequest, context: Context) -> AsyncIterator[v1.GenerateChunk]:  # noqa: N802
-        prompt = request.messages[-1].content if request.messages else ""
-        async with aclosing(self._run(request, prompt, context)) as chunks:
+        async with aclosing(self._run(request, context)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     async def Models(self, request: v1.ModelsRequest, context: object) -> v1.ModelsResponse:  # noqa: N802
         return v1.ModelsResponse(models=[v1.Model(name=name, context_length=size) for name, size in self._models])
 
-    async def _run(self, request: Request, prompt: str, context: Context) -> AsyncGenerator[v1.GenerateChunk, None]:
+    async def _run(self, request: Request, context: Context) -> AsyncGenerator[v1.GenerateChunk, None]:
         self.requests.append(request)
         self._num_active += 1
         self.is_idle.clear()
-        answer = self._answers.popleft() if self._answers else _echo(prompt)
+        answer = self._answers.popleft() if self._answers else _echo(_prompt_of(request))
         try:
-            async for chunk in _play(answer, f"fake-{len(self.requests)}", len(prompt.split()), context):
+            async for chunk in _play(answer, f"fake-{len(self.requests)}", request, context):
                 yield chunk
         except (asyncio.CancelledError, GeneratorExit):
             self.num_cancelled += 1

@@ -28,7 +28,8 @@ async def test_generate_streams_text_tokens_and_one_finish(open_doors: Any) -> N
         assert [token_id for chunk in chunks for token_id in chunk.token_ids] == [0, 1, 2]
         assert [chunk.HasField("finish") for chunk in chunks] == [False, False, True]
         assert chunks[-1].finish.reason == inference_pb2.FINISH_REASON_LENGTH
-        assert chunks[-1].finish.usage.prompt_tokens == 2
+        assert [chunk.HasField("summary") for chunk in chunks] == [False, False, True]
+        assert chunks[-1].summary.usage.prompt_tokens == 2
         spec = doors.service.specs[0]
         assert (spec.prompt, spec.temperature, spec.seed, spec.timeout_s) == ((4, 5), 0.0, 2**64 - 1, None)
 
@@ -157,7 +158,7 @@ async def test_an_eight_megabyte_prompt_passes_over_grpc(open_doors: Any) -> Non
 
         chunks = [chunk async for chunk in doors.grpc.Generate(request)]
 
-        assert chunks[-1].finish.usage.prompt_tokens == 8 * 1024**2
+        assert chunks[-1].summary.usage.prompt_tokens == 8 * 1024**2
 
 
 async def test_reflection_lists_the_services(open_doors: Any) -> None:

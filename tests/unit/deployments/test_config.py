@@ -18,8 +18,8 @@ from deployments.config import (
     demo_config,
     load_config,
     parse_config,
-    parse_size,
 )
+from deployments.sizes import parse_size
 from messages.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"version": 1, "models": [{"source": "demo"}]}
@@ -202,3 +202,14 @@ def test_every_field_is_described() -> None:
     ]
 
     assert undescribed == []
+
+
+def test_kv_memory_is_bytes_on_a_cpu_and_a_share_on_a_gpu_unless_it_is_given() -> None:
+    unset, share, given = (
+        load_config(None, {f"models.0.{name}": value for name, value in fields.items()}).model
+        for fields in ({}, {"kv_memory_share": 0.25}, {"kv_memory_bytes": "2KiB", "kv_memory_share": 0.25})
+    )
+
+    assert (unset.kv_bytes(on_gpu=False), unset.kv_bytes(on_gpu=True), unset.kv_share()) == (2**30, None, 0.9)
+    assert (share.kv_bytes(on_gpu=False), share.kv_bytes(on_gpu=True), share.kv_share()) == (None, None, 0.25)
+    assert (given.kv_bytes(on_gpu=False), given.kv_bytes(on_gpu=True)) == (2048, 2048)

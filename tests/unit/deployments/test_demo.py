@@ -4,15 +4,12 @@ from rich.console import Console
 
 from deployments.demo import Measured, demo_prompts, measurements_table
 from deployments.demo_document import document
-from kvferry import Completion, Provenance, Timings, Usage
+from kvferry import Choice, Completion, Provenance, Timings, Usage
 
 
 def measured(*, transfer_s: float = 0.01, total_s: float = 2.0) -> Measured:
     completion = Completion(
-        text="x",
-        token_ids=(1,) * 11,
-        finish_reason="stop",
-        stop=None,
+        choices=(Choice(text="x", token_ids=(1,) * 11, finish_reason="stop", stop=None),),
         usage=Usage(prompt_tokens=2001, completion_tokens=11, cached_tokens=32),
         provenance=Provenance(
             prefill_worker="p",

@@ -22,3 +22,7 @@ def test_a_machine_without_cpuinfo_has_no_bfloat16(tmp_path: Path) -> None:
 def test_auto_is_bfloat16_on_a_gpu_and_a_named_dtype_stays() -> None:
     assert devices.resolve_dtype("auto", on_gpu=True) == "bfloat16"
     assert devices.resolve_dtype("float16", on_gpu=False) == "float16"
+
+
+def test_a_worker_that_books_a_part_of_a_gpu_computes_on_it() -> None:
+    assert [devices.device_for(num_gpus) for num_gpus in (0.0, 0.5, 2.0)] == ["cpu", "cuda", "cuda"]

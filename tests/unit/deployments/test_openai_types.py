@@ -1,14 +1,14 @@
-"""The body of a chat request is read strictly; answers have OpenAI's shape."""
+"""The body of a chat request is read strictly."""
 
 import json
-from typing import Any
+from dataclasses import fields
 
 import pytest
 
-from deployments.gateway.openai_types import ChatRequest, make_answer, model_object, parse_chat_request
-from deployments.service import ChatTurn, Finish, ModelCard
+from deployments.gateway.openai_types import ChatRequest, parse_chat_request
+from deployments.service import ChatTurn, GenerationSpec
 from messages.errors import InvalidRequest
-from messages.tokens import FinishReason, Provenance, Usage
+from messages.requests import Grammar, GrammarKind
 
 USER = {"role": "user", "content": "hi"}
 
@@ -25,13 +25,113 @@ def refusal(**fields: object) -> InvalidRequest:
 
 def test_all_known_parameters_reach_the_request() -> None:
     chat = parse(
-        model="m", stream=True, stream_options={"include_usage": True}, max_tokens=5, temperature=0, top_p=0.5, top_k=3
+        model="m",
+        stream=True,
+        stream_options={"include_usage": True},
+        max_tokens=5,
+        min_tokens=2,
+        n=3,
+        temperature=0,
+        top_p=0.5,
+        top_k=3,
+        min_p=0.1,
+        seed=7,
+        presence_penalty=1,
+        frequency_penalty=-1.5,
+        repetition_penalty=1.25,
+        logit_bias={"5": -100, "60": 0.5},
+        allowed_token_ids=[1, 2, 1],
+        bad_words=["one", "two"],
+        response_format={"type": "json_object"},
+        stop="END",
+        stop_token_ids=[13],
+        include_stop_str_in_output=True,
+        logprobs=True,
+        top_logprobs=4,
+        priority=-2,
     )
 
     assert (chat.stream, chat.include_usage) == (True, True)
-    assert (chat.spec.model, chat.spec.max_tokens, chat.spec.temperature) == ("m", 5, 0.0)
-    assert (chat.spec.top_p, chat.spec.top_k) == (0.5, 3)
-    assert chat.spec.prompt == (ChatTurn(role="user", content="hi"),)
+    assert chat.spec == GenerationSpec(
+        prompt=(ChatTurn(role="user", content="hi"),),
+        model="m",
+        max_tokens=5,
+        min_tokens=2,
+        n=3,
+        temperature=0.0,
+        top_p=0.5,
+        top_k=3,
+        min_p=0.1,
+        seed=7,
+        presence_penalty=1.0,
+        frequency_penalty=-1.5,
+        repetition_penalty=1.25,
+        logit_bias=((5, -100.0), (60, 0.5)),
+        allowed_token_ids=(1, 2),
+        bad_words=("one", "two"),
+        grammar=Grammar(kind=GrammarKind.JSON_OBJECT),
+        stop=("END",),
+        stop_token_ids=(13,),
+        include_stop=True,
+        logprobs=4,
+        priority=-2,
+    )
+    # What is no part of this API, has a test of its own, or does not go with the rest.
+    elsewhere = {"prompt_logprobs", "echo", "timeout_s", "tenant", "ignore_eos"}
+    default = parse().spec
+    same = {f.name for f in fields(GenerationSpec) if getattr(chat.spec, f.name) == getattr(default, f.name)}
+    assert same - {"prompt"} == elsewhere
+    assert parse(ignore_eos=True).spec.ignore_eos
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 0}, 0),
+        ({"logprobs": True, "top_logprobs": 20}, 20),
+    ],
+)
+def test_log_probabilities_are_a_number_of_alternatives(given: dict[str, object], wanted: int | None) -> None:
+    assert parse(**given).spec.logprobs == wanted
+
+
+SCHEMA = {"type": "object", "properties": {"ä": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar(kind=GrammarKind.JSON_OBJECT)),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "strict": True, "schema": SCHEMA},
+                }
+            },
+            Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(SCHEMA, ensure_ascii=False)),
+        ),
+        (
+            {"structured_outputs": {"json": SCHEMA}},
+            Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(SCHEMA, ensure_ascii=False)),
+        ),
+        (
+            {"structured_outputs": {"json": json.dumps(SCHEMA), "regex": None}},
+            Grammar(kind=GrammarKind.JSON_SCHEMA, source=json.dumps(SCHEMA, ensure_ascii=False)),
+        ),
+        ({"structured_outputs": {"regex": "[ab]+"}}, Grammar(kind=GrammarKind.REGEX, source="[ab]+")),
+        (
+            {"structured_outputs": {"choice": ["yes", "no"]}, "response_format": {"type": "text"}},
+            Grammar(kind=GrammarKind.CHOICE, source='["yes", "no"]'),
+        ),
+    ],
+)
+def test_structured_output_is_a_grammar(given: dict[str, object], grammar: Grammar | None) -> None:
+    assert parse(**given).spec.grammar == grammar
 
 
 def test_content_parts_are_joined_as_they_are() -> None:
@@ -47,7 +147,7 @@ def test_null_is_the_same_as_absent() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["n", "user", "logprobs", "tools", "response_format", "presence_penalty", "min_p", "logit_bias"]
+    "name", ["user", "tools", "best_of", "echo", "prompt_logprobs", "guided_json", "include_stop", "json_schema", "x"]
 )
 @pytest.mark.parametrize("value", [None, 1])
 def test_any_other_parameter_is_refused_by_name(name: str, value: object) -> None:
@@ -85,6 +185,42 @@ def test_any_other_parameter_is_refused_by_name(name: str, value: object) -> Non
         ({"max_completion_tokens": True}, "max_completion_tokens"),
         ({"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 1}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logit_bias": {"abc": 1}}, "logit_bias"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {}}, "response_format.type"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format.schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.json_schema.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "description": "x"}}},
+            "response_format.json_schema.description",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "strict": 1}}},
+            "response_format.json_schema.strict",
+        ),
+        ({"structured_outputs": []}, "structured_outputs"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": []}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": {"title": "\ud800"}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"choice": ["\ud800"]}}, "structured_outputs.choice"),
+        ({"structured_outputs": {"json": {"description": "x" * 300_000}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos"),
     ],
 )
 def test_a_wrong_field_is_refused_with_its_path(fields: dict[str, object], param: str) -> None:
@@ -122,40 +258,3 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
 def test_an_infinite_number_is_refused_by_its_limit() -> None:
     with pytest.raises(InvalidRequest, match=r"temperature must be in \[0, 2\]"):
         parse_chat_request(b'{"temperature": 1e999, "messages": [{"role": "user", "content": "x"}]}')
-
-
-def finish() -> Finish:
-    return Finish(
-        reason=FinishReason.LENGTH,
-        usage=Usage(prompt_tokens=7, completion_tokens=2, cached_tokens=4),
-        provenance=Provenance(),
-        first_token_s=0.1,
-        total_s=0.2,
-    )
-
-
-def test_a_completion_has_the_text_the_reason_and_the_usage() -> None:
-    completion: dict[str, Any] = make_answer("r1", "m").completion("text", finish())
-
-    assert completion["id"] == "chatcmpl-r1"
-    assert completion["object"] == "chat.completion"
-    assert completion["choices"][0]["message"] == {"role": "assistant", "content": "text", "refusal": None}
-    assert completion["choices"][0]["finish_reason"] == "length"
-    assert completion["usage"] == {
-        "prompt_tokens": 7,
-        "completion_tokens": 2,
-        "total_tokens": 9,
-        "prompt_tokens_details": {"cached_tokens": 4},
-    }
-
-
-def test_a_model_says_its_context_length() -> None:
-    card = ModelCard(name="m", context_length=8192)
-
-    assert model_object(card, created=5) == {
-        "id": "m",
-        "object": "model",
-        "created": 5,
-        "owned_by": "kvferry",
-        "context_length": 8192,
-    }

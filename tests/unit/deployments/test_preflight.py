@@ -4,18 +4,23 @@ import json
 import socket
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
+from gguf.quants import quantize
 
 from deployments.config import AppConfig, load_config
-from deployments.preflight import check_memory, check_port, checkpoint_parameters, free_ports, memory_needed_bytes
+from deployments.preflight import check_memory, check_port, free_ports, memory_needed_bytes, settle_kv_memory
 from messages.errors import ConfigError
 
+Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
-def checkpoint(folder: Path, shapes: dict[str, list[int]]) -> Path:
-    header = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+
+def checkpoint(folder: Path, shapes: dict[str, list[int]], *, name: str = "model.safetensors") -> Path:
+    header = {tensor: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for tensor, shape in shapes.items()}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    (folder / name).write_bytes(len(text).to_bytes(8, "little") + text)
     return folder
 
 
@@ -50,23 +55,55 @@ def test_an_address_of_another_machine_is_refused() -> None:
         check_port("203.0.113.1", 9000, purpose="gRPC", option="--grpc-port")
 
 
-def test_parameters_are_counted_over_all_tensors(tmp_path: Path) -> None:
-    folder = checkpoint(tmp_path / "m", {"a": [3, 5], "b": [7], "scalar": []})
+def test_weights_are_counted_over_all_shards(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m", {"a": [3, 500], "b": [7]}, name="model-1.safetensors")
+    checkpoint(folder, {"scalar": [], "c": [1000]}, name="model-2.safetensors")
+    places = {"a": "model-1.safetensors", "b": "model-1.safetensors", "scalar": "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    few = checkpoint(tmp_path / "few", {"a": [7]})
 
-    assert checkpoint_parameters(folder) == 15 + 7 + 1
+    config = config_with(dtype="float32")
+
+    assert memory_needed_bytes(config, folder) - memory_needed_bytes(config, few) == 2 * 4 * (1500 + 1 + 1000)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 8, (2).to_bytes(8, "little") + b"[]", b"garbage garbage garbage"])
-def test_a_damaged_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "model.safetensors").write_bytes(content)
+def test_weights_of_a_gguf_file_are_counted_as_the_floats_they_become(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
+    writer.add_tensor("a", quantize(np.zeros((100, 32), np.float32), Q8_0), raw_dtype=Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    few = checkpoint(tmp_path / "few", {"a": [7]})
+
+    config = config_with(dtype="bfloat16")
+
+    assert memory_needed_bytes(config, tmp_path) - memory_needed_bytes(config, few) == 2 * 2 * (3200 - 7)
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"garbage garbage garbage")
 
     with pytest.raises(ConfigError, match=r"model\.safetensors is damaged"):
-        checkpoint_parameters(tmp_path)
+        check_memory(config_with(), tmp_path)
 
 
-def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no \*\.safetensors"):
-        checkpoint_parameters(tmp_path)
+def test_a_share_becomes_bytes_that_leave_room_for_every_worker(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m", {"a": [1000, 1000]})
+    config = config_with(dtype="float32", kv_memory_share=0.5)
+    needed = memory_needed_bytes(config, folder)
+
+    settled = settle_kv_memory(config, folder, available_bytes=needed + 8_000_000)
+
+    assert settled.model.kv_memory_bytes == 2_000_000
+    assert settle_kv_memory(settled, folder, available_bytes=10**12) == settled
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_memory_bytes": 5, "kv_memory_share": 0.5}, {"kv_num_blocks": 5}])
+def test_kv_memory_that_is_not_a_share_stays_as_it_is(tmp_path: Path, fields: dict[str, object]) -> None:
+    config = config_with(**fields)
+
+    assert settle_kv_memory(config, checkpoint(tmp_path / "m", {"a": [10]})) == config
 
 
 def test_memory_grows_with_dtype_and_kv_and_counts_both_workers(tmp_path: Path) -> None:

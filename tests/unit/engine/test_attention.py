@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.attention.dense import FUSED_TILE
 from engine.attention.function import Score, arena_attention
 from engine.attention.plan import RowGeometry
-from engine.attention.torch_backend import QUERY_TILE, ArenaAttention, CausalMasks
+from engine.attention.torch_backend import ArenaAttention, CausalMasks
 from engine.batch import Batch, Row
 from kv_store.layout import Arena, BlockLayout, KvGroup
 from messages.errors import ModelRefused
@@ -97,7 +98,7 @@ def test_any_chunking_and_packing_equals_attention_over_the_whole(
 @pytest.mark.parametrize("window", [None, 50])
 def test_a_chunk_longer_than_a_tile_attends_exactly(window: int | None) -> None:
     torch.manual_seed(1)
-    length = 2 * QUERY_TILE + 9
+    length = 2 * FUSED_TILE + 9
     sequence = make_sequence(length, 8, 8)
 
     (output,) = run_steps(make_arena(window=window), [sequence], [[5, length]], Score(None, None, window))
@@ -140,7 +141,7 @@ def test_masks_do_not_change_when_they_grow() -> None:
     masks = CausalMasks(6, torch.float32, torch.device("cpu"))
     small = masks.corner(3, 9).clone()
 
-    masks.corner(QUERY_TILE, 5 * QUERY_TILE)
+    masks.corner(FUSED_TILE, 5 * FUSED_TILE)
 
     assert torch.equal(masks.corner(3, 9), small)
     assert (small == 0).sum(1).tolist() == [6, 6, 6]

@@ -138,3 +138,13 @@ def test_a_push_costs_the_same_at_the_end_of_a_long_invalid_sequence() -> None:
 
     assert shown == 200_000
     assert time.process_time() - started < 5
+
+
+def test_what_continues_a_text_keeps_the_space_that_the_start_of_one_loses() -> None:
+    tokenizer = byte_fallback()
+    hello, world = (tokenizer.get_vocab()[piece] for piece in ("▁hello", "▁world"))
+    token_bytes = TokenBytes(tokenizer, SPECIAL_IDS)
+
+    assert IncrementalDetokenizer(token_bytes).push([world]) == "world"
+    assert IncrementalDetokenizer(token_bytes, hello).push([world]) == " world"
+    assert IncrementalDetokenizer(token_bytes, 0).push([world]) == "world"

@@ -2,17 +2,19 @@
 
 import queue
 import time
+from collections.abc import Sequence
 
 import pytest
 
-from engine.batch import Batch
+from engine.admission import SchedulerLimits
+from engine.batch import Batch, RowResult, Sampled
 from engine.events import Accepted, Failed, StepOutput
 from engine.loop import EngineLoop
 from engine.request import Part
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
 from kv_store.block_key import KeyExtras
 from kv_store.layout import BlockLayout, KvGroup
-from kv_store.local_cache import LocalCache
+from kv_store.local_cache import BlockCopy, LocalCache
 from messages.requests import GenerationRequest, RequestId, SamplingParams
 from messages.tokens import FinishReason, TokenEvent
 from telemetry.step_record import StepRecord
@@ -23,10 +25,13 @@ BLOCK = 4
 class CountingModel:
     """Samples the context length; raises on a prompt that starts with 13."""
 
-    def run(self, batch: Batch) -> list[int | None]:
+    def run(self, batch: Batch) -> list[RowResult]:
         if any(row.token_ids[0] == 13 for row in batch.rows):
             raise RuntimeError("unlucky")
-        return [row.end if row.sampling else None for row in batch.rows]
+        return [RowResult(samples=(Sampled(token_ids=(row.end,)),) if row.sampling else ()) for row in batch.rows]
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        assert not copies
 
 
 class PlainIdentity:

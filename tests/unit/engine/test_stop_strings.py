@@ -68,3 +68,30 @@ def test_without_stops_everything_passes() -> None:
 def test_an_empty_stop_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         StopMatcher(["a", ""])
+
+
+def test_a_stop_that_completes_while_none_may_is_ordinary_text() -> None:
+    matcher = StopMatcher(["ab"])
+
+    assert matcher.push("xab", can_stop=False) == ("x", None)
+    assert matcher.push("y") == ("aby", None)
+    assert matcher.push("ab") == ("", "ab")
+
+
+def test_a_stop_that_began_while_none_may_still_ends_the_text() -> None:
+    matcher = StopMatcher(["abc"])
+
+    assert matcher.push("xab", can_stop=False) == ("x", None)
+    assert matcher.push("c") == ("", "abc")
+
+
+@given(before=TEXTS, after=TEXTS, stops=STOPS)
+def test_nothing_is_lost_or_doubled_where_stops_begin_to_count(before: str, after: str, stops: list[str]) -> None:
+    matcher = StopMatcher(stops)
+
+    shown = matcher.push(before, can_stop=False)[0] + matcher.push(after)[0]
+    text = shown + (matcher.flush() if matcher.matched is None else matcher.matched)
+
+    assert (before + after).startswith(text)
+    assert matcher.matched is not None or text == before + after
+    assert len(text) > len(before) or not after

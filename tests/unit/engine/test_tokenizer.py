@@ -123,3 +123,25 @@ def test_a_folder_without_a_tokenizer_is_a_config_error(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path / "missing")
     with pytest.raises(ConfigError, match="cannot load the tokenizer"):
         Tokenizer.load(tmp_path)
+
+
+def test_text_inside_another_has_no_bos(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(make_folder(tmp_path))
+
+    assert tokenizer.encode_inside("hi", "bad_words") == tokenizer.encode("hi")[1:]
+    with pytest.raises(InvalidRequest) as raised:
+        tokenizer.encode_inside("\ud800", "bad_words")
+    assert raised.value.context["param"] == "bad_words"
+
+
+def test_every_token_has_its_bytes_control_tokens_their_names(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(make_folder(tmp_path))
+    space, half = tokenizer.encode_inside(" ", "x")[0], tokenizer.encode_inside("é", "x")[0]
+
+    assert [tokenizer.token_bytes(token_id) for token_id in (space, half, END, 259, 10_000)] == [
+        b" ",
+        b"\xc3",
+        b"<|end|>",
+        b"<think>",
+        b"",
+    ]

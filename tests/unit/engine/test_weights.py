@@ -1,76 +1,123 @@
-"""Checkpoints on disk: what is loaded, named and refused."""
+"""Checkpoints on disk: what is loaded, in which dtype, with which layout, and what is refused."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from engine.weights import (
-    checkpoint_digest,
-    dtype_named,
-    kv_layout,
-    layer_windows,
-    load_model,
-    memory_needed_bytes,
-    read_config,
-    refuse_unsupported,
-)
+from engine.probe import probe
+from engine.tokenizer import Tokenizer
+from engine.weights import dtype_named, kv_layout, layer_windows, load_model, memory_needed_bytes, read_config
 from messages.errors import ConfigError, ModelRefused
-from tests.unit.engine.tiny_models import SIZES, Driver, eager_logits, make_config, random_tokens
+from tests.unit.engine.tiny_checkpoints import make_reference, reference_logits, save_checkpoint, save_gguf
+from tests.unit.engine.tiny_models import SIZES, Driver, make_config, random_tokens
 
 
-def save_checkpoint(folder: Path, kind: str = "llama", **save: Any) -> Path:
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(make_config(kind))
-    model.generation_config.eos_token_id = [2, 5]
-    model.save_pretrained(folder, **save)
-    return folder
-
-
-def test_a_saved_checkpoint_loads_and_runs(tmp_path: Path) -> None:
-    loaded = load_model(save_checkpoint(tmp_path), torch.float32, "cpu")
+@pytest.mark.parametrize(
+    ("kind", "save"), [("llama", {}), ("llama", {"max_shard_size": "100KB"}), ("llama-tied", {}), ("gpt2", {})]
+)
+def test_a_saved_checkpoint_loads_and_runs(tmp_path: Path, kind: str, save: dict[str, Any]) -> None:
+    loaded = load_model(save_checkpoint(tmp_path, kind, **save), torch.float32, "cpu")
     driver, prompt = Driver(loaded), random_tokens(7)
 
     logits = driver.logits(driver.row(0, prompt, 0))
 
-    torch.testing.assert_close(logits[0], eager_logits(loaded, prompt)[-1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[0], reference_logits(make_reference(kind), prompt)[-1], rtol=1e-4, atol=1e-4)
     assert (loaded.context_length, loaded.eos_token_ids) == (512, (2, 5))
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
 
 
-def test_the_asked_dtype_is_what_is_loaded(tmp_path: Path) -> None:
-    loaded = load_model(save_checkpoint(tmp_path), dtype_named("bfloat16"), "cpu")
+def test_a_gguf_file_loads_passes_the_probe_and_runs(tmp_path: Path) -> None:
+    loaded = load_model(save_gguf(tmp_path / "tiny.gguf"), torch.float32, "cpu")
+    driver, prompt = Driver(loaded), random_tokens(7)
 
+    probe(loaded)
+    logits = driver.logits(driver.row(0, prompt, 0))
+
+    torch.testing.assert_close(logits[0], reference_logits(make_reference(), prompt)[-1], rtol=1e-4, atol=1e-4)
+    assert (loaded.context_length, loaded.eos_token_ids) == (512, (2,))
+
+
+def test_quantized_gguf_becomes_plain_floats(tmp_path: Path) -> None:
+    save_gguf(tmp_path / "tiny.gguf", gguf.GGMLQuantizationType.Q8_0)
+
+    loaded = load_model(tmp_path, torch.bfloat16, "cpu")
+
+    name = "model.layers.1.mlp.up_proj.weight"
+    torch.testing.assert_close(
+        loaded.model.state_dict()[name].float(), make_reference().state_dict()[name], rtol=0.02, atol=0.01
+    )
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
+    assert memory_needed_bytes(tmp_path, torch.bfloat16) == 2 * sum(p.numel() for p in loaded.model.parameters())
 
 
-@pytest.mark.parametrize("shard", ["5GB", "100KB"])
-def test_memory_is_known_before_loading(tmp_path: Path, shard: str) -> None:
-    folder = save_checkpoint(tmp_path, max_shard_size=shard)
-    num_parameters = sum(p.numel() for p in load_model(folder, torch.float32, "cpu").model.parameters())
+def test_the_tokenizer_of_a_gguf_file_is_in_it_unless_one_lies_beside_it(tmp_path: Path) -> None:
+    file = save_gguf(tmp_path / "tiny.gguf")
+
+    tokenizer = Tokenizer.load(file)
+    assert tokenizer.decode(tokenizer.encode("hello 12")) == "hello 12"
+    assert tokenizer.eos_ids == {2}
+
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot load the tokenizer"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
+def test_the_asked_dtype_is_what_is_loaded(tmp_path: Path, stored: torch.dtype, wanted: str) -> None:
+    make_reference().to(stored).save_pretrained(tmp_path)
+
+    loaded = load_model(tmp_path, dtype_named(wanted), "cpu")
+
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {dtype_named(wanted)}
+    expected = make_reference().lm_head.weight.to(stored).to(dtype_named(wanted))
+    assert torch.equal(loaded.model.lm_head.weight, expected)
+
+
+@pytest.mark.parametrize("save", [{}, {"max_shard_size": "100KB"}])
+def test_memory_is_known_before_loading(tmp_path: Path, save: dict[str, Any]) -> None:
+    folder = save_checkpoint(tmp_path, **save)
+    num_parameters = sum(p.numel() for p in make_reference().parameters())
 
     assert memory_needed_bytes(folder, torch.float32) == 4 * num_parameters
     assert memory_needed_bytes(folder, torch.bfloat16) == 2 * num_parameters
 
 
-def test_the_digest_depends_on_weights_and_config_and_not_on_the_place(tmp_path: Path) -> None:
-    here, there = save_checkpoint(tmp_path / "a"), save_checkpoint(tmp_path / "b")
-    same = checkpoint_digest(here)
+def test_progress_goes_from_nothing_to_all_in_every_stage(tmp_path: Path) -> None:
+    seen: list[tuple[str, float]] = []
 
-    assert checkpoint_digest(there) == same
+    load_model(save_checkpoint(tmp_path), torch.float32, "cpu", progress=lambda *report: seen.append(report))
 
-    tensors = load_file(there / "model.safetensors")
-    changed = {name: value + 1 if "layers.2.mlp.up" in name else value for name, value in tensors.items()}
-    save_file(changed, there / "model.safetensors", metadata={"format": "pt"})
-    assert checkpoint_digest(there) != same
+    fractions = [fraction for stage, fraction in seen if stage == "loading weights"]
+    assert seen[0] == ("checking the checkpoint", 0.0)
+    assert fractions == sorted(fractions)
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+    assert len(fractions) > 10
 
-    config = json.loads((here / "config.json").read_text())
-    (here / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-4}))
-    assert checkpoint_digest(here) != same
+
+def test_weights_that_the_checkpoint_lacks_are_not_made_up(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path)
+    weights = folder / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: t for name, t in tensors.items() if "1.mlp.up" not in name}, weights, metadata={"format": "pt"})
+
+    with pytest.raises(ConfigError, match=r"does not hold model\.layers\.1\.mlp\.up_proj\.weight"):
+        load_model(folder, torch.float32, "cpu")
+
+
+def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "intermediate_size": 128}))
+
+    with pytest.raises(ConfigError, match=r"does not hold model\.layers\.0\.mlp\.\w+\.weight .*, nor 8 more"):
+        load_model(folder, torch.float32, "cpu")
 
 
 def test_groups_follow_the_attention_kinds() -> None:
@@ -100,48 +147,9 @@ def test_the_fingerprint_depends_on_rope() -> None:
     assert layouts[0].fingerprint != layouts[1].fingerprint
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (transformers.T5Config(), "encoder-decoder"),
-        (transformers.DeepseekV3Config(), "latent attention"),
-        (
-            transformers.LlamaConfig(
-                **SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-            ),
-            "dynamic rope",
-        ),
-        (transformers.LlamaConfig(**SIZES, quantization_config={"quant_method": "gptq"}), "quantized"),
-        (transformers.Llama4TextConfig(**SIZES), "chunked_attention"),
-    ],
-)
-def test_what_cannot_work_is_refused_with_the_reason(config: Any, reason: str) -> None:
-    with pytest.raises(ModelRefused, match=reason):
-        refuse_unsupported(config)
-
-
-def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json does not exist"):
         load_model(tmp_path / "nowhere", torch.float32, "cpu")
-
-    folder = save_checkpoint(tmp_path / "cut")
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match=r"model\.safetensors is not a complete"):
-        load_model(folder, torch.float32, "cpu")
-
-    weights.unlink()
-    with pytest.raises(ConfigError, match=r"no \.safetensors file"):
-        load_model(folder, torch.float32, "cpu")
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path, max_shard_size="100KB")
-    lost = sorted(folder.glob("model-*.safetensors"))[1]
-    lost.unlink()
-
-    with pytest.raises(ConfigError, match=lost.name):
-        load_model(folder, torch.float32, "cpu")
 
 
 def test_unreadable_configs_are_refused(tmp_path: Path) -> None:
@@ -154,11 +162,15 @@ def test_unreadable_configs_are_refused(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_a_model_that_cannot_take_our_attention_is_refused(tmp_path: Path) -> None:
-    config = transformers.FalconConfig(vocab_size=97, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+def test_a_gguf_of_an_unknown_architecture_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(str(tmp_path / "odd.gguf"), "no-such-model")
+    writer.add_block_count(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
-    with pytest.raises(ModelRefused, match="cannot load"):
+    with pytest.raises(ModelRefused, match="no-such-model"):
         load_model(tmp_path, torch.float32, "cpu")
 
 

@@ -24,41 +24,55 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/v1/inference.proto\x12\nkvferry.v1\"\xc8\x01\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\x05H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x0c\n\x04stop\x18\x06 \x03(\tB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x07\n\x05_seed\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x93\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParamsB\x08\n\x06prompt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"u\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x08messages\x18\x02 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"\xda\x01\n\nProvenance\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x1f\n\x17prefill_computed_tokens\x18\x03 \x01(\x05\x12\x1e\n\x16\x64\x65\x63ode_computed_tokens\x18\x04 \x01(\x05\x12\x14\n\x0c\x62locks_moved\x18\x05 \x01(\x05\x12\x13\n\x0b\x62ytes_moved\x18\x06 \x01(\x03\x12\x18\n\x10transfer_seconds\x18\x07 \x01(\x01\x12\x17\n\x0f\x65xposed_seconds\x18\x08 \x01(\x01\"=\n\x07Timings\x12\x1b\n\x13\x66irst_token_seconds\x18\x01 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x02 \x01(\x01\"\xb4\x01\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12*\n\nprovenance\x18\x04 \x01(\x0b\x32\x16.kvferry.v1.Provenance\x12$\n\x07timings\x18\x05 \x01(\x0b\x32\x13.kvferry.v1.Timings\"h\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\"\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x12.kvferry.v1.Finish\"\x0f\n\rModelsRequest\"-\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\x05\"3\n\x0eModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.kvferry.v1.Model*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xd0\x01\n\tInference\x12\x44\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x19.kvferry.v1.GenerateChunk0\x01\x12<\n\x04\x43hat\x12\x17.kvferry.v1.ChatRequest\x1a\x19.kvferry.v1.GenerateChunk0\x01\x12?\n\x06Models\x12\x19.kvferry.v1.ModelsRequest\x1a\x1a.kvferry.v1.ModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvferry/v1/inference.proto\x12\nkvferry.v1\"\xa3\x07\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\x05H\x01\x88\x01\x01\x12\x0e\n\x01n\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x18\n\x0btemperature\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\x05H\x05\x88\x01\x01\x12\x12\n\x05min_p\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\t \x01(\x02H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\n \x01(\x02H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0b \x01(\x02H\n\x88\x01\x01\x12=\n\nlogit_bias\x18\x0c \x03(\x0b\x32).kvferry.v1.SamplingParams.LogitBiasEntry\x12/\n\x11\x61llowed_token_ids\x18\r \x01(\x0b\x32\x14.kvferry.v1.TokenIds\x12\x11\n\tbad_words\x18\x0e \x03(\t\x12$\n\x07grammar\x18\x0f \x01(\x0b\x32\x13.kvferry.v1.Grammar\x12\x0c\n\x04stop\x18\x10 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x11 \x03(\r\x12\'\n\x1ainclude_stop_str_in_output\x18\x12 \x01(\x08H\x0b\x88\x01\x01\x12\x17\n\nignore_eos\x18\x13 \x01(\x08H\x0c\x88\x01\x01\x12\x15\n\x08logprobs\x18\x14 \x01(\x05H\r\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x15 \x01(\x05H\x0e\x88\x01\x01\x12\x15\n\x08priority\x18\x16 \x01(\x05H\x0f\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x04\n\x02_nB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x1d\n\x1b_include_stop_str_in_outputB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobsB\x0b\n\t_priority\"\x8d\x01\n\x07Grammar\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12-\n\x0bjson_object\x18\x02 \x01(\x0b\x32\x16.kvferry.v1.JsonObjectH\x00\x12\x0f\n\x05regex\x18\x03 \x01(\tH\x00\x12#\n\x06\x63hoice\x18\x04 \x01(\x0b\x32\x11.kvferry.v1.TextsH\x00\x42\x06\n\x04kind\"\x0c\n\nJsonObject\"\x16\n\x05Texts\x12\r\n\x05texts\x18\x01 \x03(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xa1\x01\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.kvferry.v1.TokenIdsH\x00\x12,\n\x08sampling\x18\x04 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\x12\x0c\n\x04\x65\x63ho\x18\x05 \x01(\x08\x42\x08\n\x06prompt\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"u\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12)\n\x08messages\x18\x02 \x03(\x0b\x32\x17.kvferry.v1.ChatMessage\x12,\n\x08sampling\x18\x03 \x01(\x0b\x32\x1a.kvferry.v1.SamplingParams\"j\n\x06\x46inish\x12(\n\x06reason\x18\x01 \x01(\x0e\x32\x18.kvferry.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x02 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x42\x06\n\x04stop\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"\xda\x01\n\nProvenance\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x1f\n\x17prefill_computed_tokens\x18\x03 \x01(\x05\x12\x1e\n\x16\x64\x65\x63ode_computed_tokens\x18\x04 \x01(\x05\x12\x14\n\x0c\x62locks_moved\x18\x05 \x01(\x05\x12\x13\n\x0b\x62ytes_moved\x18\x06 \x01(\x03\x12\x18\n\x10transfer_seconds\x18\x07 \x01(\x01\x12\x17\n\x0f\x65xposed_seconds\x18\x08 \x01(\x01\"=\n\x07Timings\x12\x1b\n\x13\x66irst_token_seconds\x18\x01 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x02 \x01(\x01\"}\n\x07Summary\x12 \n\x05usage\x18\x01 \x01(\x0b\x32\x11.kvferry.v1.Usage\x12*\n\nprovenance\x18\x02 \x01(\x0b\x32\x16.kvferry.v1.Provenance\x12$\n\x07timings\x18\x03 \x01(\x0b\x32\x13.kvferry.v1.Timings\"\x8b\x01\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x12\n\ntext_bytes\x18\x04 \x01(\x0c\x12%\n\x03top\x18\x05 \x03(\x0b\x32\x18.kvferry.v1.TokenLogprobB\n\n\x08_logprob\"\xfd\x01\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63hoice\x18\x02 \x01(\x05\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12*\n\x08logprobs\x18\x05 \x03(\x0b\x32\x18.kvferry.v1.TokenLogprob\x12\x31\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x18.kvferry.v1.TokenLogprob\x12\"\n\x06\x66inish\x18\x07 \x01(\x0b\x32\x12.kvferry.v1.Finish\x12$\n\x07summary\x18\x08 \x01(\x0b\x32\x13.kvferry.v1.Summary\"\x0f\n\rModelsRequest\"-\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\x05\"3\n\x0eModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.kvferry.v1.Model*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xd0\x01\n\tInference\x12\x44\n\x08Generate\x12\x1b.kvferry.v1.GenerateRequest\x1a\x19.kvferry.v1.GenerateChunk0\x01\x12<\n\x04\x43hat\x12\x17.kvferry.v1.ChatRequest\x1a\x19.kvferry.v1.GenerateChunk0\x01\x12?\n\x06Models\x12\x19.kvferry.v1.ModelsRequest\x1a\x1a.kvferry.v1.ModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvferry.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1357
-  _globals['_FINISHREASON']._serialized_end=1452
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=2628
+  _globals['_FINISHREASON']._serialized_end=2723
   _globals['_SAMPLINGPARAMS']._serialized_start=43
-  _globals['_SAMPLINGPARAMS']._serialized_end=243
-  _globals['_TOKENIDS']._serialized_start=245
-  _globals['_TOKENIDS']._serialized_end=268
-  _globals['_GENERATEREQUEST']._serialized_start=271
-  _globals['_GENERATEREQUEST']._serialized_end=418
-  _globals['_CHATMESSAGE']._serialized_start=420
-  _globals['_CHATMESSAGE']._serialized_end=464
-  _globals['_CHATREQUEST']._serialized_start=466
-  _globals['_CHATREQUEST']._serialized_end=583
-  _globals['_USAGE']._serialized_start=585
-  _globals['_USAGE']._serialized_end=665
-  _globals['_PROVENANCE']._serialized_start=668
-  _globals['_PROVENANCE']._serialized_end=886
-  _globals['_TIMINGS']._serialized_start=888
-  _globals['_TIMINGS']._serialized_end=949
-  _globals['_FINISH']._serialized_start=952
-  _globals['_FINISH']._serialized_end=1132
-  _globals['_GENERATECHUNK']._serialized_start=1134
-  _globals['_GENERATECHUNK']._serialized_end=1238
-  _globals['_MODELSREQUEST']._serialized_start=1240
-  _globals['_MODELSREQUEST']._serialized_end=1255
-  _globals['_MODEL']._serialized_start=1257
-  _globals['_MODEL']._serialized_end=1302
-  _globals['_MODELSRESPONSE']._serialized_start=1304
-  _globals['_MODELSRESPONSE']._serialized_end=1355
-  _globals['_INFERENCE']._serialized_start=1455
-  _globals['_INFERENCE']._serialized_end=1663
+  _globals['_SAMPLINGPARAMS']._serialized_end=974
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=677
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=725
+  _globals['_GRAMMAR']._serialized_start=977
+  _globals['_GRAMMAR']._serialized_end=1118
+  _globals['_JSONOBJECT']._serialized_start=1120
+  _globals['_JSONOBJECT']._serialized_end=1132
+  _globals['_TEXTS']._serialized_start=1134
+  _globals['_TEXTS']._serialized_end=1156
+  _globals['_TOKENIDS']._serialized_start=1158
+  _globals['_TOKENIDS']._serialized_end=1181
+  _globals['_GENERATEREQUEST']._serialized_start=1184
+  _globals['_GENERATEREQUEST']._serialized_end=1345
+  _globals['_CHATMESSAGE']._serialized_start=1347
+  _globals['_CHATMESSAGE']._serialized_end=1391
+  _globals['_CHATREQUEST']._serialized_start=1393
+  _globals['_CHATREQUEST']._serialized_end=1510
+  _globals['_FINISH']._serialized_start=1512
+  _globals['_FINISH']._serialized_end=1618
+  _globals['_USAGE']._serialized_start=1620
+  _globals['_USAGE']._serialized_end=1700
+  _globals['_PROVENANCE']._serialized_start=1703
+  _globals['_PROVENANCE']._serialized_end=1921
+  _globals['_TIMINGS']._serialized_start=1923
+  _globals['_TIMINGS']._serialized_end=1984
+  _globals['_SUMMARY']._serialized_start=1986
+  _globals['_SUMMARY']._serialized_end=2111
+  _globals['_TOKENLOGPROB']._serialized_start=2114
+  _globals['_TOKENLOGPROB']._serialized_end=2253
+  _globals['_GENERATECHUNK']._serialized_start=2256
+  _globals['_GENERATECHUNK']._serialized_end=2509
+  _globals['_MODELSREQUEST']._serialized_start=2511
+  _globals['_MODELSREQUEST']._serialized_end=2526
+  _globals['_MODEL']._serialized_start=2528
+  _globals['_MODEL']._serialized_end=2573
+  _globals['_MODELSRESPONSE']._serialized_start=2575
+  _globals['_MODELSRESPONSE']._serialized_end=2626
+  _globals['_INFERENCE']._serialized_start=2726
+  _globals['_INFERENCE']._serialized_end=2934
 # @@protoc_insertion_point(module_scope)

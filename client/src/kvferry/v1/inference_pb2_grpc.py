@@ -57,7 +57,7 @@ class InferenceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Continue a prompt. The stream ends with exactly one chunk that has `finish`; a stream that ends without one failed.
+        """Continue a prompt. The stream ends with exactly one chunk that has `summary`; one that ends without it failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,7 @@ class InferenceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateChunk]
-    """Continue a prompt. The stream ends with exactly one chunk that has `finish`; a stream that ends without one failed."""
+    """Continue a prompt. The stream ends with exactly one chunk that has `summary`; one that ends without it failed."""
     Chat: _grpc.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.GenerateChunk]
     """Answer a conversation; the model's chat template makes the prompt."""
     Models: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ModelsRequest, _inference_pb2.ModelsResponse]
@@ -46,7 +46,7 @@ class InferenceAsyncStub(InferenceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateChunk]  # type: ignore[assignment]
-    """Continue a prompt. The stream ends with exactly one chunk that has `finish`; a stream that ends without one failed."""
+    """Continue a prompt. The stream ends with exactly one chunk that has `summary`; one that ends without it failed."""
     Chat: _aio.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.GenerateChunk]  # type: ignore[assignment]
     """Answer a conversation; the model's chat template makes the prompt."""
     Models: _aio.UnaryUnaryMultiCallable[_inference_pb2.ModelsRequest, _inference_pb2.ModelsResponse]  # type: ignore[assignment]
@@ -61,7 +61,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateChunk], _abc.AsyncIterator[_inference_pb2.GenerateChunk]]:
-        """Continue a prompt. The stream ends with exactly one chunk that has `finish`; a stream that ends without one failed."""
+        """Continue a prompt. The stream ends with exactly one chunk that has `summary`; one that ends without it failed."""
 
     @_abc_1.abstractmethod
     def Chat(
