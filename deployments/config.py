@@ -17,6 +17,7 @@ from deployments.sizes import Bytes
 from messages.errors import ConfigError
 
 DEMO_SOURCE = "demo"
+FAULT_POINTS = frozenset({"engine.preempt_once"})
 DEMO_MODEL_NAME = "smollm2-135m-instruct"
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -281,6 +282,14 @@ def default_model_name(source: str) -> str:
         return DEMO_MODEL_NAME
     is_path = source.startswith(("/", "./", "../", "~")) or Path(source).is_dir()
     return Path(source).expanduser().resolve().name if is_path else source
+
+
+def fault_points() -> frozenset[str]:
+    """Faults to inject, for tests: names of FAULT_POINTS in $KVFERRY_FAULTS, separated by commas."""
+    names = frozenset(filter(None, os.environ.get("KVFERRY_FAULTS", "").split(",")))
+    if not names <= FAULT_POINTS:
+        raise ConfigError(f"KVFERRY_FAULTS: {min(names - FAULT_POINTS)} is none of {', '.join(sorted(FAULT_POINTS))}")
+    return names
 
 
 def cache_dir() -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from deployments.config import AppConfig, PoolConfig
+from deployments.config import AppConfig, PoolConfig, fault_points
 from deployments.devices import device_for, resolve_dtype
 from deployments.worker.cores import bind_process
 from deployments.worker.memory import plan_worker
@@ -107,6 +107,7 @@ def load_host(config: AppConfig, pool: PoolConfig, model: Path) -> ModelHost:
             max_running=settings.max_running,
             max_waiting=config.limits.max_queue,
             context_length=plan.context_length,
+            preempts_each_once="engine.preempt_once" in fault_points(),
         ),
     )
 

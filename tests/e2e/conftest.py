@@ -24,10 +24,10 @@ class Stacks:
         self._exits = contextlib.ExitStack()
         self._stack: LocalStack | None = None
 
-    def get(self, kind: str, *pools: PoolConfig) -> LocalStack:
+    def get(self, kind: str, *pools: PoolConfig, **model: object) -> LocalStack:
         if self._stack is None or kind != self._kind:
             self.close()
-            self._stack = self._exits.enter_context(LocalStack(make_config(*pools), lambda _: None))
+            self._stack = self._exits.enter_context(LocalStack(make_config(*pools, **model), lambda _: None))
             self._kind = kind
         return self._stack
 
@@ -58,6 +58,25 @@ def disaggregated(stacks: Stacks) -> LocalStack:
         PoolConfig(name="prefill", role="prefill", host="127.0.0.1", num_threads=2),
         PoolConfig(name="decode", role="decode", host="127.0.0.1", num_threads=1),
     )
+
+
+PRESSURE_POOLS = (
+    PoolConfig(name="prefill", role="prefill", host="127.0.0.1", num_threads=2),
+    PoolConfig(name="decode", role="decode", host="127.0.0.1", num_threads=2),
+)
+
+
+@pytest.fixture
+def small_arena(stacks: Stacks) -> LocalStack:
+    """Room for about four of the sixteen requests that the test sends at once."""
+    return stacks.get("small arena", *PRESSURE_POOLS, kv_num_blocks=20, block_size=16)
+
+
+@pytest.fixture
+def preempting(stacks: Stacks, monkeypatch: pytest.MonkeyPatch) -> LocalStack:
+    """Every request is preempted once, by a fault point."""
+    monkeypatch.setenv("KVFERRY_FAULTS", "engine.preempt_once")
+    return stacks.get("preempting", *PRESSURE_POOLS, kv_num_blocks=400, block_size=16)
 
 
 @pytest.fixture

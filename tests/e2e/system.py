@@ -9,11 +9,11 @@ from deployments.local_stack import LocalStack
 from deployments.preflight import free_ports
 
 
-def make_config(*pools: PoolConfig) -> AppConfig:
+def make_config(*pools: PoolConfig, **model: object) -> AppConfig:
     grpc_port, http_port = free_ports(2)
     return AppConfig(
         version=1,
-        models=[ModelConfig(name="demo", source="demo", dtype="float32", kv_memory_bytes=768 * 2**20)],
+        models=[ModelConfig(**({"source": "demo", "dtype": "float32", "kv_memory_bytes": 768 * 2**20} | model))],
         pools=list(pools),
         gateway=GatewayConfig(grpc_port=grpc_port, http_port=http_port, drain_s=2.0),
     )

@@ -1,5 +1,6 @@
 """The doors in front of the real system: the openai client unmodified, gRPC health, the SDK, refusals by name."""
 
+import json
 from typing import Any
 
 import grpc
@@ -164,3 +165,29 @@ async def test_health_is_served_over_grpc_and_http(disaggregated: LocalStack) ->
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
     async with httpx.AsyncClient(base_url=disaggregated.http_url) as http:
         assert [(await http.get(path)).status_code for path in ("/health", "/ready")] == [200, 200]
+
+
+def test_structured_output_is_valid_json_of_the_schema(disaggregated: LocalStack) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "rank": {"type": "integer", "maximum": 9}},
+        "required": ["city", "rank"],
+        "additionalProperties": False,
+    }
+    body = {
+        "messages": [{"role": "user", "content": "Name a big city and its rank as JSON."}],
+        "max_tokens": 60,
+        "temperature": 1.0,
+        "n": 2,
+        "seed": 5,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}},
+    }
+
+    answer = httpx.post(f"{disaggregated.http_url}/v1/chat/completions", json=body, timeout=120)
+
+    assert answer.status_code == 200, answer.text
+    for choice in answer.json()["choices"]:
+        assert choice["finish_reason"] == "stop"
+        value = json.loads(choice["message"]["content"])
+        assert set(value) == {"city", "rank"}
+        assert isinstance(value["rank"], int)

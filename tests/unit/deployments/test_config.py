@@ -16,6 +16,7 @@ from deployments.config import (
     cache_dir,
     default_model_name,
     demo_config,
+    fault_points,
     load_config,
     parse_config,
 )
@@ -213,3 +214,14 @@ def test_kv_memory_is_bytes_on_a_cpu_and_a_share_on_a_gpu_unless_it_is_given() -
     assert (unset.kv_bytes(on_gpu=False), unset.kv_bytes(on_gpu=True), unset.kv_share()) == (2**30, None, 0.9)
     assert (share.kv_bytes(on_gpu=False), share.kv_bytes(on_gpu=True), share.kv_share()) == (None, None, 0.25)
     assert (given.kv_bytes(on_gpu=False), given.kv_bytes(on_gpu=True)) == (2048, 2048)
+
+
+def test_fault_points_come_from_the_environment_and_unknown_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_FAULTS", "engine.preempt_once")
+    assert fault_points() == {"engine.preempt_once"}
+    monkeypatch.delenv("KVFERRY_FAULTS")
+    assert fault_points() == frozenset()
+
+    monkeypatch.setenv("KVFERRY_FAULTS", "engine.typo")
+    with pytest.raises(ConfigError, match=r"engine\.typo"):
+        fault_points()
