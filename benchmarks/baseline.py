@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,12 +158,7 @@ class Vllm:
         """Median gap between two tokens of a stream while all streams run, ms."""
         streams = asyncio.run(self._arrivals(prompts, num_new))
         begun_s = max(arrivals[0] for arrivals in streams)
-        gaps = [
-            later - earlier
-            for arrivals in streams
-            for earlier, later in zip(arrivals, arrivals[1:], strict=False)
-            if earlier >= begun_s
-        ]
+        gaps = [later - earlier for arrivals in streams for earlier, later in pairwise(arrivals) if earlier >= begun_s]
         return statistics.median(gaps) * 1e3
 
     def total_s(self, prompts: Sequence[Sequence[int]], num_new: int) -> float:

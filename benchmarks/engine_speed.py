@@ -47,7 +47,7 @@ class Bench:
     engine: LocalEngine
     peer: Transformers
     vllm: Vllm | None
-    machine: Machine
+    dtype: torch.dtype
     size: ModelSize
     generator: torch.Generator
     is_quick: bool
@@ -87,7 +87,7 @@ def main() -> int:
             engine=engine,
             peer=peer,
             vllm=vllm,
-            machine=Machine.measure(dtype),
+            dtype=dtype,
             size=ModelSize.of(loaded.model, dtype),
             generator=torch.Generator().manual_seed(time.time_ns() % 2**31),
             is_quick=options.quick,
@@ -101,23 +101,32 @@ def main() -> int:
 
 def measure(bench: Bench, console: Console) -> Result:
     """Everything but the plot, under the keys that `--json` prints."""
-    result: Result = {
-        "limits": {"read_gb_s": bench.machine.read_gb_s, "gemm_gflop_s": bench.machine.gemm_gflop_s},
-        "prefill": {},
-        "decode": {},
-    }
+    machine = Machine.measure(bench.dtype)
+    prefills, decodes = {}, {}
     for length in PREFILLS:
-        result["prefill"][str(length)] = prefill(bench, length)
-        console.log(f"prefill {length}: {result['prefill'][str(length)]}")
-    result["concurrent_16"] = concurrent(bench)
-    console.log(f"concurrent: {result['concurrent_16']}")
-    result["prefix_ttft_ratio"] = prefix_ttft_ratio(bench)
-    console.log(f"prefix_ttft_ratio: {result['prefix_ttft_ratio']:.4f}")
+        prefills[str(length)] = prefill(bench, length)
+        console.log(f"prefill {length}: {prefills[str(length)]}")
+        machine = machine.or_better(Machine.measure(bench.dtype))
+    together = concurrent(bench)
+    console.log(f"concurrent: {together}")
+    prefix_ratio = prefix_ttft_ratio(bench)
+    console.log(f"prefix_ttft_ratio: {prefix_ratio:.4f}")
     # Last: these steps write over the engine's cached blocks.
     for batch in BATCHES:
-        result["decode"][str(batch)] = decode(bench, batch)
-        console.log(f"decode {batch}: {result['decode'][str(batch)]}")
-    return result
+        decodes[str(batch)] = decode(bench, batch)
+        console.log(f"decode {batch}: {decodes[str(batch)]}")
+        machine = machine.or_better(Machine.measure(bench.dtype))
+    for key, row in prefills.items():
+        row["limit_fraction"] = bench.size.prefill_floor_s(int(key), machine) * row["tok_s"] / int(key)
+    for key, row in decodes.items():
+        row["limit_fraction"] = bench.size.decode_floor_s(int(key), CONTEXT, machine) * 1e3 / row["ms_step"]
+    return {
+        "limits": {"read_gb_s": machine.read_gb_s, "gemm_gflop_s": machine.gemm_gflop_s},
+        "prefill": prefills,
+        "decode": decodes,
+        "concurrent_16": together,
+        "prefix_ttft_ratio": prefix_ratio,
+    }
 
 
 def prefill(bench: Bench, length: int) -> Result:
@@ -131,7 +140,6 @@ def prefill(bench: Bench, length: int) -> Result:
     vllm_s = _vllm_median(bench, lambda vllm: vllm.prefill_s(bench.prompt(length)), repeats)
     return {
         "tok_s": length / ours,
-        "limit_fraction": bench.size.prefill_floor_s(length, bench.machine) / ours,
         "transformers_ratio": theirs / ours,
         "vllm_ratio": None if vllm_s is None else vllm_s / ours,
     }
@@ -149,7 +157,6 @@ def decode(bench: Bench, batch: int) -> Result:
     vllm_ms = _vllm_median(bench, lambda vllm: vllm.decode_ms(prompts, steps + 2), 1)
     return {
         "ms_step": ours_s * 1e3,
-        "limit_fraction": bench.size.decode_floor_s(batch, CONTEXT, bench.machine) / ours_s,
         "transformers_ratio": theirs_s / ours_s,
         "vllm_ratio": None if vllm_ms is None else vllm_ms / ours_s / 1e3,
     }

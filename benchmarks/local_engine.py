@@ -8,12 +8,13 @@ from typing import Self
 
 import torch
 
+from engine.admission import SchedulerLimits
 from engine.batch import Batch, Row
 from engine.events import Failed, StepOutput
 from engine.loop import EngineLoop
 from engine.model_runner import ModelRunner
 from engine.request import Part
-from engine.scheduler import Scheduler, SchedulerLimits
+from engine.scheduler import Scheduler
 from engine.weights import LoadedModel, kv_layout
 from kv_store.block_key import KeyExtras
 from kv_store.layout import Arena
@@ -114,9 +115,7 @@ class LocalDecode:
             runner.run(Batch(rows=(self._row(0, prompt[start : start + 512], start),)))
         used = -(-len(prompt) // BLOCK)
         for table in self._tables[1:]:
-            runner.copy_blocks(
-                [BlockCopy(group=0, source=self._tables[0][i], target=table[i]) for i in range(used)]
-            )
+            runner.copy_blocks([BlockCopy(group=0, source=self._tables[0][i], target=table[i]) for i in range(used)])
 
     def step(self, tokens: Sequence[int]) -> list[int]:
         """Give each sequence a token and return the greedy next ones."""

@@ -21,6 +21,12 @@ class Machine:
     gemm_gflop_s: float
     """One large product in the model's dtype."""
 
+    def or_better(self, other: "Machine") -> "Machine":
+        """Of each limit the higher one: on a machine that others use too, a limit is what it once gave."""
+        return Machine(
+            read_gb_s=max(self.read_gb_s, other.read_gb_s), gemm_gflop_s=max(self.gemm_gflop_s, other.gemm_gflop_s)
+        )
+
     @classmethod
     def measure(cls, dtype: torch.dtype, repeats: int = 7) -> "Machine":
         """Measure for a second or two; the best of the repeats, since a limit is what nothing exceeds."""

@@ -22,7 +22,10 @@ class ChatTurn:
     """One message of a conversation."""
 
     role: str
+    """system, user, assistant or tool."""
     content: str
+    tool_call_id: str = ""
+    """In a turn of a tool: the call that it answers; for the chat template, empty is none."""
 
 
 Prompt = str | tuple[int, ...] | tuple[ChatTurn, ...]

@@ -1,8 +1,8 @@
 """Decoder layers in fewer and faster steps: packed weights, one product for q, k and v, one for gate and up.
 
 The rewrite goes by the shape of a layer (its submodules' names), not by its class, and a layer is only changed when
-its new forward gives what its old one gives on random input: same queries, keys, values, scores, output. Any other layer
-stays as it is, with its linear layers packed. The load probe checks the whole model afterwards.
+its new forward gives what its old one gives on random input: same queries, keys, values, scores, output. Any other
+layer stays as it is, with its linear layers packed. The load probe checks the whole model afterwards.
 """
 
 from collections.abc import Callable
@@ -120,7 +120,9 @@ class _Recorder:
         self.layer = -1
         self.score = Score(None, None, None)
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score) -> torch.Tensor:
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: Score
+    ) -> torch.Tensor:
         self.layer, self.score = layer, score
         self.seen = [part.clone() for part in (query, key, value)]
         return value.repeat_interleave(query.shape[0] // value.shape[0], dim=0).transpose(0, 1).contiguous()

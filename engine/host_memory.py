@@ -1,7 +1,7 @@
 """The C library keeps what torch frees, instead of handing it back to the kernel at every tensor.
 
-By default glibc maps each large tensor anew and the kernel fills it with zeros page by page: a norm over 512 tokens then
-takes 1.3 ms where 0.2 ms is its computation (docs/performance.md). The price: the process keeps its peak of memory.
+By default glibc maps each large tensor anew and the kernel fills it with zeros page by page: a norm over 512 tokens
+then takes 1.3 ms where 0.2 ms is its computation (docs/performance.md). The price: the process keeps its peak of memory.
 """
 
 import ctypes
@@ -22,4 +22,4 @@ def keep_freed_memory() -> bool:
         Whether the C library knows all the settings; where it does not (musl, macOS), nothing is lost but speed.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all([mallopt(name, value) == 1 for name, value in _SETTINGS])
+    return mallopt is not None and all(mallopt(name, value) == 1 for name, value in _SETTINGS)

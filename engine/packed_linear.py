@@ -1,7 +1,8 @@
 """Linear layers whose weights lie in the order in which oneDNN reads them.
 
 A plain weight is reordered at every call, or read at half of the memory's speed; packed once, the same product takes
-half of the time for few tokens (docs/performance.md). The packed weight replaces the plain one, so memory stays as it is.
+half of the time for few tokens (docs/performance.md). The packed weight replaces the plain one; only a head that is tied
+to the embedding is in memory twice.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from torch import nn
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this machine has packed products for such weights."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call] # torch's
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001 - torch has no other name for it
 
@@ -32,7 +33,7 @@ class PackedLinear(nn.Module):
     @classmethod
     def of(cls, linears: Sequence[nn.Linear]) -> Self:
         """Pack layers; the product's columns are theirs, in order."""
-        biases = [linear.bias for linear in linears]
+        biases: list[torch.Tensor | None] = [linear.bias for linear in linears]
         bias = None
         if any(found is not None for found in biases):
             zeros = (linear.weight.new_zeros(linear.out_features) for linear in linears)

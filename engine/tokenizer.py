@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,17 +88,20 @@ class Tokenizer:
             data = self._data_of[token_id] = self._token_bytes.of(token_id, token_id)
         return data
 
-    def render_chat(self, turns: Sequence[tuple[str, str]]) -> list[int]:
-        """Encode a conversation of (role, content) so that the assistant's answer comes next.
+    def render_chat(self, turns: Sequence[Mapping[str, str]]) -> list[int]:
+        """Encode a conversation so that the assistant's answer comes next.
 
         Control tokens are those of the template; one that is spelled out in `content` is ordinary text.
+
+        Args:
+            turns: Each with role (system, user, assistant, tool) and content; the template may use further keys.
 
         Raises:
             InvalidRequest: The model has no chat template, or its template refuses the conversation.
         """
         if not self.has_chat_template:
             raise InvalidRequest("this model has no chat template; send a plain prompt instead", param="messages")
-        conversation = [{"role": role, "content": _checked(content, "messages")} for role, content in turns]
+        conversation = [dict(turn) | {"content": _checked(turn["content"], "messages")} for turn in turns]
         try:
             token_ids = self._wrapped.apply_chat_template(
                 conversation,

@@ -53,7 +53,11 @@ def spec_of_chat(request: inference_pb2.ChatRequest, timeout_s: float | None) ->
     if not request.messages:
         raise InvalidRequest("messages must have at least 1 message", param="messages")
     turns = tuple(
-        ChatTurn(role=role(message.role, f"messages.{index}.role"), content=message.content)
+        ChatTurn(
+            role=role(message.role, f"messages.{index}.role"),
+            content=message.content,
+            tool_call_id=message.tool_call_id,
+        )
         for index, message in enumerate(request.messages)
     )
     return make_spec(

@@ -138,10 +138,14 @@ def _parse_messages(messages: object) -> tuple[ChatTurn, ...]:
 def _parse_message(message: object, name: str) -> ChatTurn:
     if not isinstance(message, dict):
         raise InvalidRequest(f"{name} must be an object", param=name)
-    refuse_unknown(message, ("role", "content"), inside=name)
+    speaker = role(message.get("role"), f"{name}.role")
+    refuse_unknown(
+        message, ("role", "content", "tool_call_id") if speaker == "tool" else ("role", "content"), inside=name
+    )
     return ChatTurn(
-        role=role(message.get("role"), f"{name}.role"),
+        role=speaker,
         content=_parse_content(message.get("content"), f"{name}.content"),
+        tool_call_id=text(message.get("tool_call_id", ""), f"{name}.tool_call_id"),
     )
 
 

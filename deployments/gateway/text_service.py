@@ -11,7 +11,7 @@ from typing import Protocol
 
 from deployments.config import LimitsConfig
 from deployments.gateway.sampling import check_ids, make_sampling
-from deployments.service import Chunk, GenerationSpec, ModelCard, Summary
+from deployments.service import ChatTurn, Chunk, GenerationSpec, ModelCard, Summary
 from deployments.streaming import TextAnswer
 from engine.tokenizer import Tokenizer
 from messages.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Overloaded, ServingError, Unavailable
@@ -147,7 +147,7 @@ class TextService:
             token_ids = tuple(part for part in spec.prompt if isinstance(part, int))
             check_ids(token_ids, self._tokenizer.vocab_size, "prompt")
         else:
-            turns = [(part.role, part.content) for part in spec.prompt if not isinstance(part, int)]
+            turns = [_template_turn(part) for part in spec.prompt if isinstance(part, ChatTurn)]
             token_ids = tuple(self._tokenizer.render_chat(turns))
         if not token_ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
@@ -204,3 +204,8 @@ class TextService:
 
 def _salt(tenant: str) -> bytes:
     return hashlib.sha256(b"kvferry-tenant-v1\0" + tenant.encode()).digest() if tenant else b""
+
+
+def _template_turn(turn: ChatTurn) -> dict[str, str]:
+    known = {"role": turn.role, "content": turn.content}
+    return known | {"tool_call_id": turn.tool_call_id} if turn.tool_call_id else known

@@ -19,7 +19,7 @@ MAX_STOP_CHARACTERS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARACTERS = 256
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 SAMPLING_FIELDS = (
     "max_tokens",
     "min_tokens",

@@ -1,9 +1,9 @@
 """Attention over gathered keys and values: which of torch's ways to compute it, in one place.
 
-    softcap                 matrix products; no fused kernel of torch has it
-    bfloat16 on a CPU       matrix products, one softmax between them: the fused kernel of torch 2.13 is no faster in
-                            bfloat16 than in float32 and takes two to three times as long (docs/performance.md)
-    everything else         `scaled_dot_product_attention`
+softcap                 matrix products; no fused kernel of torch has it
+bfloat16 on a CPU       matrix products, one softmax between them: the fused kernel of torch 2.13 is no faster in
+                        bfloat16 than in float32 and takes two to three times as long (docs/performance.md)
+everything else         `scaled_dot_product_attention`
 """
 
 import torch
@@ -13,7 +13,7 @@ from engine.attention.function import Score
 
 FUSED_TILE = 128
 """Queries per tile of a prompt's chunk for the fused kernel: the mask of a tile stays small at any context length."""
-PRODUCT_TILE = 64
+PRODUCT_TILE = 128
 """The same for matrix products, whose scores of a tile should stay in the processor's cache."""
 
 
@@ -46,9 +46,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=score.scale, enable_gqa=grouped)
 
 
-def _by_products(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, score: Score
-) -> torch.Tensor:
+def _by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, score: Score) -> torch.Tensor:
     batch, heads, length, dim = q.shape
     kv_heads, num_keys = k.shape[1], k.shape[2]
     scale = dim**-0.5 if score.scale is None else score.scale

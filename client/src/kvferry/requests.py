@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 Prompt = str | Sequence[int]
 """Text, or the token ids of the served model's own tokenizer."""
 Messages = Sequence[Mapping[str, str]]
-"""Turns of a conversation, each with `role` (system, user or assistant) and `content`."""
+"""Turns of a conversation, each with `role` (system, user, assistant or tool) and `content`; a tool's may have
+`tool_call_id`."""
 
 _TURN_FIELDS = {"role", "content"}
 _GRAMMARS = ("json_schema", "json_object", "regex", "choice")
@@ -140,7 +141,7 @@ def make_chat_request(messages: Messages, model: str | None, sampling: v1.Sampli
         InvalidRequest: A turn lacks `role` or `content`, or has a field that the contract does not know.
     """
     for position, turn in enumerate(messages):
-        if set(turn) != _TURN_FIELDS:
+        if set(turn) - {"tool_call_id"} != _TURN_FIELDS:
             raise InvalidRequest(f"messages[{position}]: needs role and content and nothing else, has {sorted(turn)}")
-    turns = [v1.ChatMessage(role=turn["role"], content=turn["content"]) for turn in messages]
+    turns = [v1.ChatMessage(**turn) for turn in messages]
     return v1.ChatRequest(model=model or "", messages=turns, sampling=sampling)

@@ -101,8 +101,8 @@ async def test_a_wrong_generate_request_is_an_invalid_argument(
     [
         (inference_pb2.ChatRequest(), "messages"),
         (
-            inference_pb2.ChatRequest(messages=[inference_pb2.ChatMessage(role="tool")]),
-            "messages.0.role must be one of system, user, assistant",
+            inference_pb2.ChatRequest(messages=[inference_pb2.ChatMessage(role="developer")]),
+            "messages.0.role must be one of system, user, assistant, tool",
         ),
         (
             inference_pb2.ChatRequest.FromString(b"\x12\x08\x0a\x04user\x18\x01"),

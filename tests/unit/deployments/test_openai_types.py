@@ -164,7 +164,9 @@ def test_any_other_parameter_is_refused_by_name(name: str, value: object) -> Non
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": ["hi"]}, "messages.0"),
-        ({"messages": [USER, {"role": "tool", "content": "x"}]}, "messages.1.role"),
+        ({"messages": [USER, {"role": "developer", "content": "x"}]}, "messages.1.role"),
+        ({"messages": [USER | {"tool_call_id": "c1"}]}, "messages.0.tool_call_id"),
+        ({"messages": [USER, {"role": "tool", "content": "x", "tool_call_id": 1}]}, "messages.1.tool_call_id"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
@@ -258,3 +260,9 @@ def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
 def test_an_infinite_number_is_refused_by_its_limit() -> None:
     with pytest.raises(InvalidRequest, match=r"temperature must be in \[0, 2\]"):
         parse_chat_request(b'{"temperature": 1e999, "messages": [{"role": "user", "content": "x"}]}')
+
+
+def test_a_turn_of_a_tool_keeps_the_call_that_it_answers() -> None:
+    chat = parse(messages=[USER, {"role": "tool", "content": "12 C", "tool_call_id": "c1"}])
+
+    assert chat.spec.prompt[1] == ChatTurn(role="tool", content="12 C", tool_call_id="c1")

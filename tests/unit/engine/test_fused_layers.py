@@ -34,8 +34,7 @@ def test_a_rewritten_model_gives_the_logits_of_the_untouched_one(kind: str) -> N
     report = fuse_layers(loaded)
     driver = Driver(loaded)
     ours = torch.cat(
-        [driver.logits(driver.row(0, tokens[:33], 0)), driver.logits(driver.row(0, tokens[33:39], 33))]
-        + [driver.logits(driver.row(0, tokens[39:], 39))]
+        [driver.logits(driver.row(0, tokens[first:end], first)) for first, end in ((0, 33), (33, 39), (39, 40))]
     )
 
     expected = eager_logits(make_model(kind), tokens)[[32, 38, 39]]
@@ -77,7 +76,9 @@ def test_a_layer_that_computes_something_else_under_the_same_names_is_left_alone
 
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_packed_layers_side_by_side_give_each_ones_output(*, has_bias: bool) -> None:
-    linears = [nn.Linear(24, out, bias=has_bias and out != 8).requires_grad_(requires_grad=False) for out in (16, 8, 40)]
+    linears = [
+        nn.Linear(24, out, bias=has_bias and out != 8).requires_grad_(requires_grad=False) for out in (16, 8, 40)
+    ]
     x, residual = torch.randn(2, 5, 24), torch.randn(2, 5, 64)
 
     packed = PackedLinear.of(linears)
