@@ -1,7 +1,8 @@
 """The C library keeps what torch frees, instead of handing it back to the kernel at every tensor.
 
 By default glibc maps each large tensor anew and the kernel fills it with zeros page by page: a norm over 512 tokens
-then takes 1.3 ms where 0.2 ms is its computation (docs/performance.md). The price: the process keeps its peak of memory.
+then takes 1.3 ms where 0.2 ms is its computation (docs/performance.md). The price: the process keeps its peak of
+memory.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """Linear layers whose weights lie in the order in which oneDNN reads them.
 
 A plain weight is reordered at every call, or read at half of the memory's speed; packed once, the same product takes
-half of the time for few tokens (docs/performance.md). The packed weight replaces the plain one; only a head that is tied
-to the embedding is in memory twice.
+half of the time for few tokens (docs/performance.md). The packed weight replaces the plain one; only a head that is
+tied to the embedding is in memory twice.
 """
 
 from collections.abc import Sequence

@@ -52,8 +52,8 @@ def generate_together(loaded: LoadedModel, prompts: list[list[int]]) -> list[lis
             end = min(known, start + CHUNK)
             rows.append(make_row(number, sequences[number][start:end], start, complete=end == known))
             computed[number] = end
-        for number, token in zip(unfinished, runner.run(Batch(rows=tuple(rows))), strict=True):
-            sequences[number] += [] if token is None else [token]
+        for number, result in zip(unfinished, runner.run(Batch(rows=tuple(rows))), strict=True):
+            sequences[number].extend(token_id for sample in result.samples for token_id in sample.token_ids)
     return [sequence[len(prompt) :] for sequence, prompt in zip(sequences, prompts, strict=True)]
 
 
