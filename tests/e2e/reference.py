@@ -26,13 +26,14 @@ class Reference:
         return AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
 
     def prompts(self, count: int, *, longest: int = 3000) -> list[list[int]]:
-        """`count` prompts of 1 to `longest` tokens; none is a prefix of another."""
+        """`count` prompts of 1 to `longest` tokens; none begins like another, of this or of another count."""
         text = AutoTokenizer.from_pretrained(self.folder)(document(400))["input_ids"]
         spread = [80 + (longest - 80) * step * step // max(1, (count - 8) ** 2) for step in range(count - 7)]
         lengths = [*SPECIAL_LENGTHS[: max(0, count)], *spread][:count]
+        starts = [index * 211 + count * 17 for index in range(count)]
         return [
-            [*text[index * 211 + 1 : index * 211 + length], 100 + index][-length:]
-            for index, length in enumerate(lengths)
+            [*text[start + 1 : start + length], 100 + index]
+            for index, (start, length) in enumerate(zip(starts, lengths, strict=True))
         ]
 
     def generate(self, prompt: list[int], max_tokens: int) -> list[int]:
