@@ -5,15 +5,19 @@
 Exit code 0: every check passed; 1: one failed; 3: there is no GPU here.
 """
 
+import sys
+from pathlib import Path
+
+# As a script: engine.py beside this file must not hide the package `engine`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import argparse
 import asyncio
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM

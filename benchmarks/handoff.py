@@ -6,12 +6,17 @@ Starts a whole local system (real model, NIXL) and sends fresh prompts, one at a
 of equally large, scattered blocks copied by one thread in the same run: the ceiling of any transfer on this machine.
 """
 
+import sys
+from pathlib import Path
+
+# As a script: engine.py beside this file must not hide the package `engine`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import argparse
 import asyncio
 import json
 import random
 import statistics
-import sys
 from dataclasses import dataclass
 
 from rich.console import Console
