@@ -68,7 +68,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and KV")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--chunk-tokens", type=int, default=256, help="most prompt tokens in a step")
+    parser.add_argument("--chunk-tokens", type=int, default=512, help="most prompt tokens in a step, of 512")
     parser.add_argument("--peer-vllm", type=Path, help="environment that has vllm; see docs/performance.md")
     parser.add_argument("--plot", type=Path, help="draw ms per token against context into this PNG")
     options = parser.parse_args()

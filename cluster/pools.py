@@ -1,6 +1,5 @@
 """Pools of workers and which prefills each takes, by the prompt tokens that are still to be computed."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,8 +39,3 @@ class PoolSpec:
 def classify(prefill_tokens: int, long_prefill_tokens: int) -> PromptClass:
     """Name the class of a prefill: long means more than `long_prefill_tokens` uncached tokens."""
     return "long" if prefill_tokens > long_prefill_tokens else "short"
-
-
-def pools_for(prefill_tokens: int, pools: Sequence[PoolSpec]) -> list[PoolSpec]:
-    """Pools that take a prefill of so many uncached tokens, in the order given."""
-    return [pool for pool in pools if pool.takes(prefill_tokens)]

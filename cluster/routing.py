@@ -32,7 +32,6 @@ class Demand:
     """What one request needs."""
 
     prompt_tokens: int
-    max_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

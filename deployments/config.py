@@ -4,7 +4,6 @@ One YAML file of this shape describes a whole system; code inside gets plain val
 names. This is the only file that reads the environment.
 """
 
-import difflib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from deployments.config_errors import first_line
 from deployments.sizes import Bytes
 from messages.errors import ConfigError
 
@@ -71,8 +71,24 @@ class ModelConfig(Section):
         description="KV blocks per worker and group; goes before kv_memory_bytes. null: from the memory.",
     )
     max_batch_tokens: int = Field(default=512, ge=1, description="Most tokens that one step computes.")
-    prefill_chunk_tokens: int = Field(default=256, ge=1, description="Most prompt tokens of one request in one step.")
+    prefill_chunk_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most prompt tokens of one request in one step; running requests wait for no more than that. "
+        "null: max_batch_tokens on workers that only prefill, half of it elsewhere.",
+    )
     max_running: int = Field(default=64, ge=1, description="Most requests that one worker advances at a time.")
+    fuse_layers: bool = Field(
+        default=True,
+        description="Whether decoder layers of known shape are computed in fewer, larger products, where that gives "
+        "the same (CPU only for now). False: the model's own code.",
+    )
+
+    def chunk_tokens(self, role: Role) -> int:
+        """Most prompt tokens of one request in one step of a worker of `role`."""
+        if self.prefill_chunk_tokens is not None:
+            return self.prefill_chunk_tokens
+        return self.max_batch_tokens if role == "prefill" else max(1, self.max_batch_tokens // 2)
 
     def kv_bytes(self, *, on_gpu: bool) -> int | None:
         """KV memory of a worker; None when it is a share of what is free."""
@@ -93,7 +109,7 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _chunk_fits_a_step(self) -> Self:
-        if self.prefill_chunk_tokens > self.max_batch_tokens:
+        if (self.prefill_chunk_tokens or 0) > self.max_batch_tokens:
             raise ValueError("prefill_chunk_tokens must not be larger than max_batch_tokens")
         return self
 
@@ -330,7 +346,7 @@ def parse_config(data: Mapping[str, Any], *, origin: str = "config") -> AppConfi
     try:
         return AppConfig.model_validate(dict(data))
     except ValidationError as error:
-        raise ConfigError(f"{origin}: {_first_line(error)}") from None
+        raise ConfigError(f"{origin}: {first_line(error, AppConfig)}") from None
 
 
 def load_config(path: Path | None = None, overrides: Mapping[str, Any] | None = None) -> AppConfig:
@@ -370,28 +386,3 @@ def _assign(data: dict[str, Any], field: str, value: object) -> None:
         node[int(last) if isinstance(node, list) else last] = value
     except (ValueError, IndexError, TypeError, AttributeError):
         raise ConfigError(f"cannot set {field}: the config has no such place") from None
-
-
-def _first_line(error: ValidationError) -> str:
-    details = error.errors(include_url=False)
-    first = details[0]
-    field = ".".join(str(part) for part in first["loc"])
-    text = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        text = f"no such field{_near_miss(first['loc'])}"
-    elif first["type"] == "missing":
-        text = "is missing"
-    elif isinstance(first["input"], str | int | float | bool):
-        text = f"{text}, got {first['input']!r}"
-    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
-    return f"{field}: {text}{more}" if field else f"{text}{more}"
-
-
-def _near_miss(location: tuple[int | str, ...]) -> str:
-    section: Any = AppConfig
-    for part in location[:-1]:
-        if isinstance(part, str):
-            section = section.model_fields[part].annotation
-            section = next(iter(getattr(section, "__args__", ())), section)
-    close = difflib.get_close_matches(str(location[-1]), section.model_fields, n=1)
-    return f'; did you mean "{close[0]}"?' if close else f"; there are {', '.join(section.model_fields)}"

@@ -150,6 +150,8 @@ class LocalStack:
                 "RAY_USAGE_STATS_ENABLED": "0",
                 # Ray's own default is 15; a pool's `nice` decides here.
                 "RAY_worker_niceness": "0",
+                # Workers share the cores: threads that spin while they wait take them from each other.
+                "OMP_WAIT_POLICY": "PASSIVE",
             },
             stop_timeout_s=self.config.gateway.drain_s + _STOP_MARGIN_S,
             is_verbose=self._is_verbose,

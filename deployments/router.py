@@ -45,7 +45,7 @@ class Router:
     def is_ready(self) -> bool:
         """Whether a prompt of any length could be placed now."""
         try:
-            choose(Demand(prompt_tokens=1, max_tokens=1), self._views({}), self._rules, force_remote=True)
+            choose(Demand(prompt_tokens=1), self._views({}), self._rules, force_remote=True)
         except Unavailable:
             return False
         return True
@@ -65,7 +65,7 @@ class Router:
 
     def decide(self, request: GenerationRequest, hits: dict[str, int], *, force_remote: bool = False) -> Decision:
         """Choose workers from the newest loads and from `hits`, cached tokens by worker id."""
-        demand = Demand(prompt_tokens=len(request.prompt_token_ids), max_tokens=request.sampling.max_tokens)
+        demand = Demand(prompt_tokens=len(request.prompt_token_ids))
         decision = choose(demand, self._views(hits), self._rules, force_remote=force_remote)
         kind = "local" if decision.prefill is None else "remote"
         self._metrics.decisions.labels(prefill=kind, prompt_class=decision.prompt_class).inc()

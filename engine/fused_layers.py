@@ -45,6 +45,19 @@ def fuse_layers(loaded: LoadedModel) -> FusedReport:
     return FusedReport(fused_layers=num_fused, packed_linears=pack_linears(loaded.model))
 
 
+def packed_head_bytes(config: Any, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes that `fuse_layers` adds to a model: a head that is tied to the embedding is then in memory twice.
+
+    Args:
+        config: The text model's.
+        dtype: Of the weights.
+        device: Where they are.
+    """
+    if not config.tie_word_embeddings or not can_pack(dtype, device):
+        return 0
+    return int(config.vocab_size) * int(config.hidden_size) * dtype.itemsize
+
+
 class FusedAttention:
     """Attention over the arena with one product for queries, keys and values."""
 

@@ -97,6 +97,15 @@ def request_from_wire(message: pb.Request) -> GenerationRequest:
     )
 
 
+def request_id_of(message: pb.GatewayMessage) -> RequestId:
+    """Which request a gateway's message is about; empty when it has no body."""
+    body = message.WhichOneof("body")
+    if body is None:
+        return RequestId("")
+    part = getattr(message, body)
+    return RequestId(part.request.request_id if hasattr(part, "request") else part.request_id)
+
+
 def groups_to_wire(groups: Iterable[Sequence[BlockRef | None]]) -> list[pb.GroupBlocks]:
     """A hole becomes a BlockRef without an id."""
     return [

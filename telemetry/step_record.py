@@ -3,8 +3,6 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +24,6 @@ class StepLog:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8", buffering=1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def append(self, record: StepRecord) -> None:
         """Write one line."""

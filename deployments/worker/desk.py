@@ -24,6 +24,7 @@ from messages.wire import (
     handoff_from_wire,
     handoff_to_wire,
     request_from_wire,
+    request_id_of,
     tokens_to_wire,
 )
 from telemetry.metrics import WorkerCounter
@@ -89,7 +90,15 @@ class Desk:
             self._abort(request_id)
 
     def handle(self, session: GatewaySession, message: pb.GatewayMessage) -> None:
-        """One message of a gateway."""
+        """One message of a gateway; one that cannot be carried out ends its own request, not the session."""
+        try:
+            self._carry_out(session, message)
+        except Exception as fault:
+            log.exception("message.failed kind=%s", message.WhichOneof("body"))
+            error = fault if isinstance(fault, ServingError) else ServingError(f"the worker failed: {fault!r}")
+            self._fail_if_here(request_id_of(message), error)
+
+    def _carry_out(self, session: GatewaySession, message: pb.GatewayMessage) -> None:
         match message.WhichOneof("body"):
             case "submit_unified":
                 self._submit_unified(session, message.submit_unified)
@@ -181,9 +190,12 @@ class Desk:
         entry = self._entries[request.request_id]
         try:
             matcher = await self._grammars.compile(grammar)
-        except ServingError as error:
+        except Exception as fault:
+            if not isinstance(fault, ServingError):
+                log.exception("grammar.failed request_id=%s", request.request_id)
+            error = fault if isinstance(fault, ServingError) else ServingError("compiling the grammar failed")
             entry.compiling = None
-            self._fail(request.request_id, error)
+            self._fail_if_here(request.request_id, error)
             return
         entry.compiling = None
         self._engine.submit(request, part, max_uncached_tokens=max_uncached_tokens, matcher=matcher)
@@ -191,9 +203,11 @@ class Desk:
             # Start came while the grammar was being compiled.
             self._engine.start_decode(request.request_id, entry.first_tokens)
 
-    def _fail(self, request_id: RequestId, error: ServingError) -> None:
-        """End a request with an error from outside the engine."""
-        entry = self._entries[request_id]
+    def _fail_if_here(self, request_id: RequestId, error: ServingError) -> None:
+        """End a request with an error from outside the engine; one that has already ended stays so."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            return
         failed = pb.Event(failed=failed_to_wire(request_id, error))
         entry.session.send(pb.WorkerMessage(step=pb.StepEvents(events=[failed])))
         self._abort(request_id)
@@ -257,7 +271,7 @@ class Desk:
             error = fault if isinstance(fault, ServingError) else ServingError("reading the KV blocks failed")
             if error is not fault:
                 log.error("pull.crashed request_id=%s", request_id, exc_info=fault)
-            self._fail(request_id, error)
+            self._fail_if_here(request_id, error)
 
     def settle(self) -> None:
         """Give back the blocks of hand-offs that are over, at once or as soon as token 1 is sent."""

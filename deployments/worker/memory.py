@@ -6,6 +6,7 @@ import torch
 
 from deployments.config import AppConfig, PoolConfig
 from deployments.devices import device_for, resolve_dtype
+from engine.fused_layers import packed_head_bytes
 from engine.memory_plan import KvSize, MemoryPlan, Residence, Surroundings, free_bytes, plan_memory
 from engine.model_support import refuse_unsupported
 from engine.weights import dtype_named, kv_layout, memory_needed_bytes, read_config
@@ -34,7 +35,8 @@ def plan_worker(config: AppConfig, pool: PoolConfig, model: Path) -> MemoryPlan:
         Surroundings(
             device=str(device),
             free_bytes=free_bytes(device),
-            weights_bytes=memory_needed_bytes(model, dtype),
+            weights_bytes=memory_needed_bytes(model, dtype)
+            + (packed_head_bytes(text, dtype, device) if settings.fuse_layers else 0),
             num_workers=_sharers(config, pool),
         ),
         kv_layout(text, dtype, settings.block_size, digest=""),

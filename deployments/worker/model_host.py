@@ -13,6 +13,7 @@ from deployments.worker.cores import bind_process
 from deployments.worker.memory import plan_worker
 from engine.admission import SchedulerLimits
 from engine.events import StepOutput
+from engine.fused_layers import fuse_layers
 from engine.grammar import GrammarCompiler
 from engine.loop import EngineLoop
 from engine.model_runner import ModelRunner, configure_threads
@@ -89,6 +90,8 @@ def load_host(config: AppConfig, pool: PoolConfig, model: Path) -> ModelHost:
     device = torch.device(device_for(pool.num_gpus))
     dtype = dtype_named(resolve_dtype(settings.dtype, on_gpu=device.type == "cuda"))
     loaded = load_model(model, dtype, device, context_length=settings.context_length, progress=StageLog())
+    if settings.fuse_layers:
+        log.info("model.fused %s", fuse_layers(loaded))
     probe(loaded)
     layout = kv_layout(loaded.config, dtype, settings.block_size, loaded.digest)
     arena = Arena(layout, plan.num_blocks, device)
@@ -103,7 +106,7 @@ def load_host(config: AppConfig, pool: PoolConfig, model: Path) -> ModelHost:
         limits=SchedulerLimits(
             block_size=settings.block_size,
             max_step_tokens=settings.max_batch_tokens,
-            max_chunk_tokens=settings.prefill_chunk_tokens,
+            max_chunk_tokens=settings.chunk_tokens(pool.role),
             max_running=settings.max_running,
             max_waiting=config.limits.max_queue,
             context_length=plan.context_length,

@@ -4,12 +4,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from messages.errors import ServingError
+from messages.requests import GenerationRequest, Grammar, GrammarKind, RequestId, SamplingParams
 from tests.integration.worker_pair import BLOCK, VOCAB, WorkerPair, save_tiny_model
 
 
@@ -140,4 +143,23 @@ async def test_a_request_that_can_never_run_is_refused_and_leaves_nothing(pair: 
     with pytest.raises(ServingError, match=r"context length|KV blocks"):
         await pair.ask(prompt(500), max_tokens=100)
 
+    await pair.until_baseline()
+
+
+async def test_a_message_that_a_worker_cannot_read_ends_its_own_request_alone(pair: WorkerPair, folder: Path) -> None:
+    other = asyncio.create_task(pair.ask(prompt(60), max_tokens=40, name="other"))
+    unknown = cast(GrammarKind, SimpleNamespace(value="a kind of next year"))
+    sampling = SamplingParams(max_tokens=4, grammar=Grammar(kind=unknown, source="x"))
+    for length in (5, 50):
+        request = GenerationRequest(
+            request_id=RequestId(f"bad-{length}"),
+            model="tiny",
+            prompt_token_ids=tuple(prompt(length, seed=length)),
+            sampling=sampling,
+        )
+        with pytest.raises(ServingError, match="a kind of next year"):
+            async with aclosing((await pair.router.route(request)).tokens()) as events:
+                [event async for event in events]
+
+    assert (await other)[0] == golden(folder, prompt(60), 40)
     await pair.until_baseline()

@@ -28,7 +28,7 @@ U1 = worker("u1", "both")
 
 
 def decide(prompt_tokens: int, *workers: WorkerView, force_remote: bool = False) -> Decision:
-    return choose(Demand(prompt_tokens=prompt_tokens, max_tokens=64), workers, RULES, force_remote=force_remote)
+    return choose(Demand(prompt_tokens=prompt_tokens), workers, RULES, force_remote=force_remote)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -11,6 +12,7 @@ from deployments.cli import commands
 from deployments.config import AppConfig, load_config
 from deployments.worker.memory import plan_worker
 from deployments.worker.model_host import load_host
+from engine.packed_linear import PackedLinear, can_pack
 from messages.errors import ConfigError, ModelRefused
 from tests.unit.engine.tiny_checkpoints import save_checkpoint, save_gguf
 from tests.unit.engine.tiny_models import make_config
@@ -109,3 +111,25 @@ def test_kv_memory_of_the_command_line_goes_before_blocks_of_a_file(tmp_path: Pa
         result = CliRunner().invoke(commands.app, arguments)
 
     assert "128 blocks of 24.0 KiB" in result.output
+
+
+@pytest.mark.skipif(not can_pack(torch.float32, torch.device("cpu")), reason="this machine packs no weights")
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_fused_model_is_planned_with_its_packed_copy_of_a_tied_head(tmp_path: Path, is_tied: bool) -> None:
+    folder = save_checkpoint(tmp_path, tie_word_embeddings=is_tied)
+    plain, fused = (config_with(fuse_layers=fuses) for fuses in (False, True))
+    plans = [plan_worker(config, config.pools[0], folder).surroundings.weights_bytes for config in (plain, fused)]
+    loaded = {config.model.fuse_layers: load_host(config, config.pools[0], folder).loaded for config in (plain, fused)}
+
+    embedding = loaded[False].model.get_input_embeddings().weight
+    assert plans[1] - plans[0] == (embedding.nbytes if is_tied else 0)
+    assert not any(isinstance(module, PackedLinear) for module in loaded[False].model.modules())
+    assert isinstance(loaded[True].model.get_output_embeddings(), PackedLinear)
+
+
+@pytest.mark.parametrize(("role", "chunk"), [("prefill", 512), ("decode", 256), ("unified", 256)])
+def test_a_prefill_worker_takes_whole_steps_for_one_prompt(tmp_path: Path, role: str, chunk: int) -> None:
+    folder = save_checkpoint(tmp_path)
+    config = config_with([{"name": "one", "role": role}, {"name": "all", "role": "unified"}])
+
+    assert load_host(config, config.pools[0], folder).limits.max_chunk_tokens == chunk
