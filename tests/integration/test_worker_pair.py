@@ -148,7 +148,7 @@ async def test_a_request_that_can_never_run_is_refused_and_leaves_nothing(pair: 
 
 async def test_a_message_that_a_worker_cannot_read_ends_its_own_request_alone(pair: WorkerPair, folder: Path) -> None:
     other = asyncio.create_task(pair.ask(prompt(60), max_tokens=40, name="other"))
-    unknown = cast(GrammarKind, SimpleNamespace(value="a kind of next year"))
+    unknown = cast("GrammarKind", SimpleNamespace(value="a kind of next year"))
     sampling = SamplingParams(max_tokens=4, grammar=Grammar(kind=unknown, source="x"))
     for length in (5, 50):
         request = GenerationRequest(

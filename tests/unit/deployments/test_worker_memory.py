@@ -114,9 +114,9 @@ def test_kv_memory_of_the_command_line_goes_before_blocks_of_a_file(tmp_path: Pa
 
 
 @pytest.mark.skipif(not can_pack(torch.float32, torch.device("cpu")), reason="this machine packs no weights")
-@pytest.mark.parametrize("is_tied", [True, False])
-def test_a_fused_model_is_planned_with_its_packed_copy_of_a_tied_head(tmp_path: Path, is_tied: bool) -> None:
-    folder = save_checkpoint(tmp_path, tie_word_embeddings=is_tied)
+@pytest.mark.parametrize(("kind", "is_tied"), [("gemma3", True), ("llama", False)])
+def test_a_fused_model_is_planned_with_its_packed_copy_of_a_tied_head(tmp_path: Path, kind: str, is_tied: bool) -> None:
+    folder = save_checkpoint(tmp_path, kind)
     plain, fused = (config_with(fuse_layers=fuses) for fuses in (False, True))
     plans = [plan_worker(config, config.pools[0], folder).surroundings.weights_bytes for config in (plain, fused)]
     loaded = {config.model.fuse_layers: load_host(config, config.pools[0], folder).loaded for config in (plain, fused)}
