@@ -17,6 +17,8 @@ PACKAGES := deployments cluster engine kv_store messages telemetry
 TYPED := $(PACKAGES) client/src scripts $(patsubst %/,%,$(sort $(dir $(wildcard benchmarks/*.py))))
 MODEL ?= demo
 ARGS ?=
+# Several processes compute on the same cores: threads that spin while they wait take them from each other.
+export OMP_WAIT_POLICY := PASSIVE
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
