@@ -13,7 +13,8 @@ from typing import Any, Self
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from deployments.config import AppConfig, HandoffConfig, ModelConfig, PoolConfig
+from deployments.config import AppConfig, ModelConfig, PoolConfig
+from deployments.config_kv import HandoffConfig
 from deployments.gateway.gateway import routing_rules
 from deployments.router import Route, Router
 from deployments.worker.model_host import load_host
