@@ -8,12 +8,9 @@ from typing import Any
 from ray import serve
 from ray.util import get_node_ip_address
 
-from deployments.config import AppConfig, PoolConfig, parse_config
-from deployments.model_source import resolve_model
-from deployments.worker.model_host import load_host
-from deployments.worker.runtime import FailureCount, WorkerParts, WorkerRuntime, agent_name
-from kv_store.registry.redis import RedisRegistry
-from kv_store.transfer.nixl import NixlTransport
+from deployments.config import parse_config
+from deployments.worker.parts import make_parts
+from deployments.worker.runtime import WorkerRuntime
 from telemetry.logs import log_to_stderr
 
 EXIT_DELAY_S = 0.3
@@ -23,10 +20,11 @@ class Worker:
     """One replica: one engine on one device."""
 
     async def __init__(self, config: dict[str, Any], pool_name: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        log_to_stderr()
         settings = parse_config(config)
         pool = settings.pool(pool_name)
         worker_id = f"{pool_name}-{serve.get_replica_context().replica_id.unique_id}"
-        parts = await asyncio.to_thread(_make_parts, settings, pool, worker_id)
+        parts = await asyncio.to_thread(make_parts, settings, pool, worker_id)
         self._drain_s = settings.gateway.drain_s
         self._runtime = WorkerRuntime(settings, pool, worker_id, pool.host or get_node_ip_address(), parts)
         await self._runtime.__aenter__()
@@ -44,17 +42,3 @@ class Worker:
         await self._runtime.__aexit__(None, None, None)
         # A process that made a NIXL agent crashes in its exit handlers; leave without them, once Serve has the answer.
         threading.Timer(EXIT_DELAY_S, os._exit, (0,)).start()
-
-
-def _make_parts(config: AppConfig, pool: PoolConfig, worker_id: str) -> WorkerParts:
-    """Load the model and open the ways to other processes; blocks for seconds."""
-    log_to_stderr()
-    model = load_host(config, pool, resolve_model(config.model.source))
-    failures = FailureCount()
-    return WorkerParts(
-        model=model,
-        transport=NixlTransport(agent_name(worker_id), model.arena.buffer),
-        registry=RedisRegistry(config.registry.urls, config.registry.namespace, on_failure=failures.add),
-        registry_failures=failures,
-        grammars=model.make_grammars(),
-    )
