@@ -13,8 +13,9 @@ from engine.attention.function import Score
 
 FUSED_TILE = 128
 """Queries per tile of a prompt's chunk for the fused kernel: the mask of a tile stays small at any context length."""
-PRODUCT_TILE = 128
-"""The same for matrix products, whose scores of a tile should stay in the processor's cache."""
+PRODUCT_TILE = 256
+"""The same for matrix products: fewer would make them too small, more would push their scores out of the cache."""
+LONGEST_TILE = max(FUSED_TILE, PRODUCT_TILE)
 
 
 def is_by_products(query: torch.Tensor, score: Score) -> bool:
@@ -48,12 +49,28 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 
 def _by_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, score: Score) -> torch.Tensor:
     batch, heads, length, dim = q.shape
-    kv_heads, num_keys = k.shape[1], k.shape[2]
+    kv_heads = k.shape[1]
     scale = dim**-0.5 if score.scale is None else score.scale
     # The query heads of a KV head become rows of one matrix, so that a KV head is read once.
     folded = (q * scale).reshape(batch, kv_heads, -1, dim)
-    scores = torch.matmul(folded, k.transpose(2, 3))
+    if batch > 1 or mask.dim() > 2:
+        shape = (batch, heads, length)
+        return _attend_folded(folded, k, v, mask, score, shape).view(*shape, -1)
+    # A long prompt's product with one KV head takes half the time of its share in a product with all of them.
+    out = q.new_empty((kv_heads, folded.shape[2], v.shape[-1]))
+    for head in range(kv_heads):
+        shape = (1, heads // kv_heads, length)
+        out[head] = _attend_folded(folded[0, head], k[0, head], v[0, head], mask, score, shape)
+    return out.view(batch, heads, length, -1)
+
+
+def _attend_folded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, score: Score, shape: tuple[int, int, int]
+) -> torch.Tensor:
+    """Attend with (..., R, D) to (..., L, D), R being heads times queries of `shape`; gives (..., R, D_v)."""
+    scores = torch.matmul(q, k.transpose(-1, -2))
     if score.softcap is not None:
         scores.div_(score.softcap).tanh_().mul_(score.softcap)
-    scores.view(batch, heads, length, num_keys)[..., num_keys - mask.shape[-1] :].add_(mask)
-    return torch.matmul(scores.softmax(-1), v).view(batch, heads, length, -1)
+    num_keys = scores.shape[-1]
+    scores.view(*shape, num_keys)[..., num_keys - mask.shape[-1] :].add_(mask)
+    return torch.matmul(scores.softmax(-1), v)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.dense import FUSED_TILE, attend, is_by_products, tile_of
+from engine.attention.dense import LONGEST_TILE, attend, is_by_products, tile_of
 from engine.attention.function import Score
 from engine.attention.plan import DecodePlan, Gather, GroupPlan, GroupShape, PrefillPlan, RowGeometry, plan_group
 from engine.batch import Batch
@@ -28,16 +28,16 @@ class CausalMasks:
         self.window = window
         self._dtype = dtype
         self._device = device
-        self._matrix = self._make(FUSED_TILE)
+        self._matrix = self._make(LONGEST_TILE)
 
     def corner(self, num_queries: int, num_keys: int) -> torch.Tensor:
         """Return what is added to the scores when the last query stands at the last key, (queries, keys)."""
         if num_keys > self._matrix.shape[1]:
             self._matrix = self._make(2 * num_keys)
-        return self._matrix[FUSED_TILE - num_queries :, self._matrix.shape[1] - num_keys :]
+        return self._matrix[LONGEST_TILE - num_queries :, self._matrix.shape[1] - num_keys :]
 
     def _make(self, num_keys: int) -> torch.Tensor:
-        queries = torch.arange(num_keys - FUSED_TILE, num_keys, device=self._device)[:, None]
+        queries = torch.arange(num_keys - LONGEST_TILE, num_keys, device=self._device)[:, None]
         distance = queries - torch.arange(num_keys, device=self._device)[None, :]
         hidden = distance < 0
         if self.window is not None:
