@@ -7,20 +7,37 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 
+from benchmarks.bare_registry import BareCommands, BareRegistry
 from kv_store.huge_pages import advise_huge_pages
+
+__all__ = [
+    "BareCommands",
+    "BareRegistry",
+    "Transformers",
+    "TransformersDecode",
+    "Vllm",
+    "copy_ranges",
+    "memcpy_blocks",
+    "scattered_pairs",
+    "touched_arena",
+]
 
 VLLM_START_S = 300.0
 _VLLM_PORT = 18_431
+Bytes = NDArray[np.uint8]
+"""One dimension."""
 
 
 def scattered_pairs(num_blocks: int, arena_blocks: int, seed: int = 1) -> list[tuple[int, int]]:
@@ -35,6 +52,12 @@ def touched_arena(size_bytes: int, value: int) -> torch.Tensor:
     arena = torch.empty(size_bytes, dtype=torch.uint8)
     advise_huge_pages(arena.data_ptr(), arena.numel())
     return arena.fill_(value)
+
+
+def copy_ranges(source: Bytes, destination: Bytes, places: Iterable[tuple[int, int, int]]) -> None:
+    """Copy each (source offset, destination offset, size) with the calling thread."""
+    for src, dst, size in places:
+        destination[dst : dst + size] = source[src : src + size]
 
 
 def memcpy_blocks(block_bytes: int, num_blocks: int, arena_blocks: int = 256, repeats: int = 5) -> float:
@@ -55,13 +78,13 @@ def memcpy_blocks(block_bytes: int, num_blocks: int, arena_blocks: int = 256, re
     arena_blocks = max(arena_blocks, num_blocks)
     source, destination = (touched_arena(block_bytes * arena_blocks, value) for value in (1, 2))
     # numpy copies in the caller's thread, whatever torch's thread count is.
-    from_rows, to_rows = (arena.numpy().reshape(arena_blocks, block_bytes) for arena in (source, destination))
+    from_bytes, to_bytes = source.numpy(), destination.numpy()
     durations_s = []
     for repeat in range(repeats):
         pairs = scattered_pairs(num_blocks, arena_blocks, seed=repeat)
+        places = [(src * block_bytes, dst * block_bytes, block_bytes) for src, dst in pairs]
         started_s = time.perf_counter()
-        for src, dst in pairs:
-            to_rows[dst] = from_rows[src]
+        copy_ranges(from_bytes, to_bytes, places)
         durations_s.append(time.perf_counter() - started_s)
     return num_blocks * block_bytes / statistics.median(durations_s) / 1e9
 
@@ -140,7 +163,10 @@ class Vllm:
         command = [str(environment / "bin" / "vllm"), "serve", str(folder), "--dtype", dtype]
         command += ["--max-model-len", "8192", "--port", str(_VLLM_PORT)]
         cores = f"0-{num_threads - 1}"
-        variables = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": cores}
+        # What is good for our workers is not imposed on a peer.
+        ours = {"OMP_WAIT_POLICY"}
+        variables = {name: value for name, value in os.environ.items() if name not in ours}
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": cores}
         process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)  # noqa: S603 - the caller names the environment
         try:
             url = f"http://127.0.0.1:{_VLLM_PORT}"

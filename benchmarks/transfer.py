@@ -1,130 +1,195 @@
-"""Scattered reads between two processes through the NIXL transport, beside memcpy of the same blocks.
+"""Reads between two processes through the NIXL transport, beside memcpy of the same blocks in one process.
 
-    python -m benchmarks.transfer                     blocks of the demo model, KV in bfloat16
-    python -m benchmarks.transfer --block-bytes N     other blocks
+    python benchmarks/transfer.py [--json] [--quick] [--block-bytes N]
 
-`measure_scattered_reads` does the same for a caller: agents live in processes of their own, which end by `os._exit`.
+A size is read as one contiguous run and as scattered blocks in no order, the last of them shorter; blocks are those of
+the demo model, 32 tokens of bfloat16. One thread copies scattered blocks of the same sizes between two buffers as large
+as the arenas. The three alternate, each time with other blocks, and medians are shown: `gb_s` is the contiguous read
+(10^9 bytes per second), `memcpy_ratio` that over memcpy, `scattered_ratio` the scattered read over the contiguous one.
 """
+
+import sys
+from pathlib import Path
+
+# As a script: engine.py beside this file must not hide the package `engine`.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import argparse
 import asyncio
-import dataclasses
 import json
 import os
+import random
 import statistics
 import subprocess
-import sys
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from benchmarks.baseline import memcpy_blocks, scattered_pairs, touched_arena
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.baseline import copy_ranges, touched_arena
+from benchmarks.transfer_ranges import contiguous_range, num_blocks, scattered_ranges
 from kv_store.transfer.nixl import NixlTransport
 from kv_store.transfer.protocol import ByteRange
 
 DEMO_BLOCK_BYTES = 32 * 30 * 2 * 3 * 64 * 2
 """32 tokens x 30 layers x (k, v) x 3 heads x 64 dims x 2 bytes."""
-ARENA_BLOCKS = 256
+SIZES_MB = (0.5, 1, 4, 16, 64, 256)
+READ_DEADLINE_S = 30.0
+PATTERN = 251
+"""Block i of the owner is full of i modulo this prime."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScatteredReads:
-    """One measurement."""
-
-    block_bytes: int
-    num_blocks: int
-    connect_s: float
-    """First contact, connection included."""
-    first_gb_per_s: float
-    """The first read, right after connecting."""
-    gb_per_s: float
-    """Median of the later reads."""
-    memcpy_gb_per_s: float
+def main() -> int:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--block-bytes", type=int, default=DEMO_BLOCK_BYTES)
+    options = parser.parse_args()
+    result = measure(options.block_bytes, repeats=7 if options.quick else 25)
+    print(json.dumps(result)) if options.json else _show(result)
+    return 0
 
 
-def measure_scattered_reads(
-    block_bytes: int = DEMO_BLOCK_BYTES, num_blocks: int = 64, repeats: int = 9
-) -> ScatteredReads:
-    """Read `num_blocks` scattered blocks from another process, `repeats` times.
+def measure(block_bytes: int, repeats: int) -> dict[str, Any]:
+    """Measure every size, in two processes of their own.
 
     Raises:
-        CalledProcessError: The reader or the owner failed; their output says why.
+        CalledProcessError: The reader or the owner failed; stderr says why.
     """
-    command = [sys.executable, "-m", "benchmarks.transfer", "reader", str(block_bytes), str(num_blocks), str(repeats)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout  # noqa: S603  # our own module
-    return ScatteredReads(**json.loads(output.splitlines()[-1]))
+    output = subprocess.run(  # noqa: S603  # our own module
+        _command("reader", block_bytes, repeats), check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    result: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return result
+
+
+def _command(*arguments: str | int) -> list[str]:
+    return [sys.executable, str(Path(__file__).resolve()), *map(str, arguments)]
 
 
 def _own(block_bytes: int) -> None:
-    arena = touched_arena(block_bytes * ARENA_BLOCKS, 7)
+    """Be the owner until standard input ends."""
+    arena = touched_arena(num_blocks(block_bytes) * block_bytes, 0)
+    arena.view(-1, block_bytes).copy_((torch.arange(num_blocks(block_bytes)) % PATTERN)[:, None])
     transport = NixlTransport("owner", arena)
     print(transport.metadata().hex(), flush=True)
     sys.stdin.read()
 
 
-def _read(block_bytes: int, num_blocks: int, repeats: int) -> ScatteredReads:
-    command = [sys.executable, "-m", "benchmarks.transfer", "owner", str(block_bytes)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:  # noqa: S603  # our own module
+def _read(block_bytes: int, repeats: int) -> None:
+    """Be the reader: start an owner, measure, print."""
+    with subprocess.Popen(  # noqa: S603  # our own module
+        _command("owner", block_bytes), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as owner:
         assert owner.stdout is not None
         metadata = bytes.fromhex(owner.stdout.readline())
         try:
-            return asyncio.run(_time_reads(metadata, block_bytes, num_blocks, repeats))
+            print(json.dumps(asyncio.run(_measure(metadata, block_bytes, repeats))), flush=True)
         finally:
             owner.kill()
 
 
-async def _time_reads(metadata: bytes, block_bytes: int, num_blocks: int, repeats: int) -> ScatteredReads:
-    arena = touched_arena(block_bytes * ARENA_BLOCKS, 0)
+async def _measure(metadata: bytes, block_bytes: int, repeats: int) -> dict[str, Any]:
+    arena, source = (touched_arena(num_blocks(block_bytes) * block_bytes, 255) for _ in range(2))
     transport = NixlTransport("reader", arena)
     started_s = time.perf_counter()
     await transport.connect("owner", metadata)
-    connect_s = time.perf_counter() - started_s
-    rates = []
-    written: set[int] = set()
-    for repeat in range(repeats):
-        pairs = scattered_pairs(num_blocks, ARENA_BLOCKS, seed=repeat)
-        written.update(dst for _, dst in pairs)
-        ranges = [
-            ByteRange(remote_offset=src * block_bytes, local_offset=dst * block_bytes, size=block_bytes)
-            for src, dst in pairs
-        ]
+    connect_ms = (time.perf_counter() - started_s) * 1e3
+    reader = Reader(transport, arena, source, block_bytes)
+    rows = {f"{size_mb:g}": await reader.measure(int(size_mb * 1e6), repeats) for size_mb in SIZES_MB}
+    return {"sizes_mb": rows, "block_bytes": block_bytes, "connect_ms": round(connect_ms, 2)}
+
+
+class Reader:
+    """A connected reader with a second buffer of its own to copy from."""
+
+    def __init__(self, transport: NixlTransport, arena: torch.Tensor, source: torch.Tensor, block_bytes: int) -> None:
+        self._transport = transport
+        # numpy copies in the caller's thread, whatever torch's thread count is.
+        self._arena, self._source = arena.numpy(), source.numpy()
+        self._block_bytes = block_bytes
+        self._draw = random.Random(block_bytes)  # noqa: S311  # a shuffle, not a secret
+
+    async def measure(self, size: int, repeats: int) -> dict[str, float]:
+        """Alternate between the three; one round before the first is not counted."""
+        contiguous, scattered, memcpy = [], [], []
+        for _ in range(repeats + 1):
+            contiguous.append(await self._time_read(contiguous_range(size, self._block_bytes, self._draw)))
+            scattered.append(await self._time_read(scattered_ranges(size, self._block_bytes, self._draw)))
+            memcpy.append(self._time_memcpy(scattered_ranges(size, self._block_bytes, self._draw)))
+        rates = [size / statistics.median(times_s[1:]) / 1e9 for times_s in (contiguous, scattered, memcpy)]
+        return {
+            "gb_s": round(rates[0], 3),
+            "memcpy_ratio": round(rates[0] / rates[2], 3),
+            "scattered_ratio": round(rates[1] / rates[0], 3),
+            "scattered_gb_s": round(rates[1], 3),
+            "memcpy_gb_s": round(rates[2], 3),
+        }
+
+    async def _time_read(self, ranges: Sequence[ByteRange]) -> float:
         started_s = time.perf_counter()
-        size_bytes = await transport.read("owner", ranges, deadline_s=30)
-        rates.append(size_bytes / (time.perf_counter() - started_s) / 1e9)
-    assert int((arena == 7).sum()) == len(written) * block_bytes
-    return ScatteredReads(
-        block_bytes=block_bytes,
-        num_blocks=num_blocks,
-        connect_s=connect_s,
-        first_gb_per_s=rates[0],
-        gb_per_s=statistics.median(rates[1:]),
-        memcpy_gb_per_s=memcpy_blocks(block_bytes, num_blocks, ARENA_BLOCKS),
-    )
+        await self._transport.read("owner", ranges, deadline_s=READ_DEADLINE_S)
+        elapsed_s = time.perf_counter() - started_s
+        for piece in ranges:
+            self._check(piece)
+        return elapsed_s
+
+    def _check(self, piece: ByteRange) -> None:
+        """See that both ends of a range are the owner's bytes, then spoil them for the next read."""
+        for offset in (0, piece.size - 1):
+            block = (piece.remote_offset + offset) // self._block_bytes
+            assert int(self._arena[piece.local_offset + offset]) == block % PATTERN, "a read brought other bytes"
+            self._arena[piece.local_offset + offset] = 255
+
+    def _time_memcpy(self, ranges: Sequence[ByteRange]) -> float:
+        places = [(piece.remote_offset, piece.local_offset, piece.size) for piece in ranges]
+        started_s = time.perf_counter()
+        copy_ranges(self._source, self._arena, places)
+        return time.perf_counter() - started_s
 
 
-def main() -> None:
-    """Run one side, or measure and print."""
-    if sys.argv[1:2] == ["owner"]:
-        _own(int(sys.argv[2]))
-    elif sys.argv[1:2] == ["reader"]:
-        print(json.dumps(dataclasses.asdict(_read(*(int(number) for number in sys.argv[2:5])))), flush=True)
-    else:
-        parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("--block-bytes", type=int, default=DEMO_BLOCK_BYTES)
-        parser.add_argument("--num-blocks", type=int, default=64)
-        options = parser.parse_args()
-        print(json.dumps(dataclasses.asdict(measure_scattered_reads(options.block_bytes, options.num_blocks))))
+def _show(result: Mapping[str, Any]) -> None:
+    table = Table(title=f"reads of blocks of {result['block_bytes']:,} bytes between two processes")
+    columns = {
+        "contiguous GB/s": "gb_s",
+        "of memcpy": "memcpy_ratio",
+        "scattered GB/s": "scattered_gb_s",
+        "of contiguous": "scattered_ratio",
+        "memcpy GB/s": "memcpy_gb_s",
+    }
+    for name in ("MB", *columns):
+        table.add_column(name, justify="right")
+    for size_mb, row in result["sizes_mb"].items():
+        table.add_row(size_mb, *(f"{row[key]:.2f}" for key in columns.values()))
+    Console().print(table)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    match arguments:
+        case ["owner", block_bytes]:
+            _own(int(block_bytes))
+        case ["reader", block_bytes, repeats]:
+            _read(int(block_bytes), int(repeats))
+        case _:
+            return main()
+    return 0
 
 
 if __name__ == "__main__":
     status = 1
     try:
-        main()
-        status = 0
+        status = _run(sys.argv[1:])
     except SystemExit as done:
         status = int(done.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        raise
     finally:
-        if status:
-            traceback.print_exc()
         sys.stdout.flush()
+        # A process that made an agent crashes in the interpreter's own exit.
         os._exit(status)
