@@ -16,6 +16,7 @@ from messages.handoff import BlockKey
 from messages.requests import Adapter
 
 _SEED = b"kvferry-block-v1"
+_SALT_SEED = b"kvferry-salt-v1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class KeyExtras:
     codec: str
     adapter: Adapter | None = None
     salt: bytes = b""
-    """Derived from the tenant on the server; tenants with other salts never share a block."""
+    """From `tenant_salt`; requests with other salts never share a block."""
 
 
 def root_key(extras: KeyExtras) -> BlockKey:
@@ -43,6 +44,24 @@ def root_key(extras: KeyExtras) -> BlockKey:
         _field(b"salt", extras.salt),
     )
     return BlockKey(hashlib.sha256(_SEED + b"".join(fields)).digest())
+
+
+def tenant_salt(tenant: str, client_salt: str = "") -> bytes:
+    """Derive the salt that sets a tenant's blocks apart, on the server.
+
+    What a client asks for only divides its tenant's blocks further; it never reaches another tenant's.
+
+    Args:
+        tenant: Authenticated; empty where everybody is one tenant.
+        client_salt: From the request; empty for none.
+
+    Returns:
+        Empty when both are empty, else 32 bytes that differ for every two different pairs.
+    """
+    if not tenant and not client_salt:
+        return b""
+    fields = _field(b"tenant", tenant.encode()) + _field(b"client_salt", client_salt.encode())
+    return hashlib.sha256(_SALT_SEED + fields).digest()
 
 
 def block_keys(root: BlockKey, token_ids: Sequence[int], block_size: int) -> list[BlockKey]:

@@ -1,4 +1,4 @@
-"""The `kvferry` command: serve, demo, model, config, version."""
+"""The `kvferry` command: serve, demo, model, config, kv, faults, version."""
 
 import sys
 

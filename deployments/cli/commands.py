@@ -13,7 +13,9 @@ import typer
 import yaml
 
 from deployments.cli.console import fetch_progress, output, stage_printer
+from deployments.cli.faults import faults
 from deployments.cli.interrupt import INTERRUPTED, StopSignals
+from deployments.cli.kv import kv_app
 from deployments.config import AppConfig, Dtype, default_model_name, demo_config, load_config
 from deployments.devices import count_gpus
 from messages.errors import Unavailable
@@ -29,6 +31,8 @@ model_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 config_app = typer.Typer(help="Look at and check a config file.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 app.add_typer(config_app, name="config")
+app.add_typer(kv_app, name="kv")
+app.command()(faults)
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", help="YAML file; see `kvferry config show`.", dir_okay=False)

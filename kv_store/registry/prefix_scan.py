@@ -26,7 +26,7 @@ class PrefixScan:
         """Start a scan.
 
         Args:
-            live: Current incarnation by worker id; nobody else counts.
+            live: Current life by worker id, as claims name it; nobody else counts.
         """
         self._live = live
         self._open = set(live)
@@ -43,7 +43,7 @@ class PrefixScan:
         """Take the next blocks in order.
 
         Args:
-            rows: Per block, the incarnation under which each holder published it; None when its shard is silent.
+            rows: Per block, the life under which each holder published it; None when its shard is silent.
         """
         for row in rows:
             if not self._open:

@@ -8,16 +8,19 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
+from hiredis import pack_command
+from redis.asyncio.connection import AbstractConnection
+from redis.exceptions import AuthenticationError, NoScriptError, RedisError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kv_store.registry import scripts
+from kv_store.registry.connection import ShardAddress, ShardLimits
 from kv_store.registry.scripts import Command
+
+__all__ = ["CircuitBreaker", "RegistryShard", "Reply", "ShardFailure", "ShardHooks", "ShardLimits"]
 
 log = logging.getLogger(__name__)
 
@@ -32,20 +35,26 @@ class ShardFailure:
     shard: str
     operation: str
     reason: str
-    """timeout, connection, refused (the shard answered with an error) or skipped (it failed a moment ago)."""
+    """timeout, connection, authentication, refused (the shard answered with an error), skipped (it failed a moment ago)
+    or uncovered (no server of the cluster keeps the key)."""
     num_commands: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardLimits:
-    """Bounds on the use of one shard."""
+def _ignore_failure(failure: ShardFailure) -> None:
+    del failure
 
-    timeout_s: float = 0.5
-    """Longest wait for one pipeline, connecting included."""
-    cooldown_s: float = 1.0
-    """How long a shard that failed is left alone before one caller tries it again."""
-    max_connections: int = 16
-    """Pipelines in flight at once; more wait."""
+
+def _ignore_answer(shard: str, operation: str, seconds: float) -> None:
+    del shard, operation, seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardHooks:
+    """Who hears of what shards do; must not block."""
+
+    on_failure: Callable[[ShardFailure], None] = _ignore_failure
+    on_answer: Callable[[str, str, float], None] = _ignore_answer
+    """Called with shard, operation and seconds for every pipeline that was answered."""
 
 
 class CircuitBreaker:
@@ -81,22 +90,19 @@ class CircuitBreaker:
 class RegistryShard:
     """Connections to one Redis, used from one event loop."""
 
-    def __init__(self, name: str, url: str, limits: ShardLimits, on_failure: Callable[[ShardFailure], None]) -> None:
-        self.name = name
+    def __init__(self, address: ShardAddress, limits: ShardLimits, hooks: ShardHooks) -> None:
+        self.name = address.name
+        self.address = address
         self._limits = limits
-        self._on_failure = on_failure
+        self._hooks = hooks
         self._breaker = CircuitBreaker(limits.cooldown_s)
-        pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=limits.max_connections,
-            timeout=limits.timeout_s,
-            socket_timeout=limits.timeout_s,
-            socket_connect_timeout=limits.timeout_s,
-            # Once at most: a pooled connection may have died with an earlier life of the server.
-            retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
-            protocol=2,
-        )
-        self._client = Redis.from_pool(pool)
+        self._idle: list[AbstractConnection] = []
+        self._may_send = asyncio.Semaphore(limits.max_connections)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the last pipeline got no answer."""
+        return not self._breaker.is_closed
 
     async def run(self, operation: str, commands: Sequence[Command]) -> list[Reply | None]:
         """Run a pipeline of idempotent commands.
@@ -106,52 +112,89 @@ class RegistryShard:
             commands: Each with one key; none that answers nil.
 
         Returns:
-            A reply per command; None where the shard gave none. Every None has been reported to `on_failure`.
+            A reply per command; None where the shard gave none. Every None has been reported.
         """
+        replies = await self.ask(operation, commands)
+        num_refused = sum(isinstance(reply, RedisError) for reply in replies)
+        if num_refused:
+            self.report(operation, "refused", num_refused)
+        return [None if isinstance(reply, RedisError) else reply for reply in replies]
+
+    async def ask(self, operation: str, commands: Sequence[Command]) -> list[Reply | None]:
+        """Run a pipeline as `run` does, but leave errors that the shard answered (RedisError) among the replies."""
         if not commands:
             return []
         if not self._breaker.allows(time.monotonic()):
-            self._report(operation, "skipped", len(commands))
+            self.report(operation, "skipped", len(commands))
             return [None] * len(commands)
+        started_s = time.monotonic()
         try:
             async with asyncio.timeout(self._limits.timeout_s):
                 replies = await self._execute(commands)
         except (TimeoutError, RedisTimeoutError) as error:
             return self._lost(operation, "timeout", len(commands), error)
+        except AuthenticationError as error:
+            return self._lost(operation, "authentication", len(commands), error)
         except (RedisConnectionError, OSError) as error:
             return self._lost(operation, "connection", len(commands), error)
         if not self._breaker.is_closed:
             log.info("shard.returned shard=%s", self.name)
         self._breaker.succeeded()
-        num_refused = sum(isinstance(reply, RedisError) for reply in replies)
-        if num_refused:
-            self._report(operation, "refused", num_refused)
-        return [None if isinstance(reply, RedisError) else reply for reply in replies]
+        self._hooks.on_answer(self.name, operation, time.monotonic() - started_s)
+        return replies
+
+    def report(self, operation: str, reason: str, num_commands: int) -> None:
+        """Tell of commands that were not carried out."""
+        failure = ShardFailure(shard=self.name, operation=operation, reason=reason, num_commands=num_commands)
+        self._hooks.on_failure(failure)
 
     async def close(self) -> None:
         """Close every connection."""
-        await self._client.aclose()
+        while self._idle:
+            await self._idle.pop().disconnect()
 
     async def _execute(self, commands: Sequence[Command]) -> list[Reply]:
         replies = await self._pipeline(commands)
         if any(isinstance(reply, NoScriptError) for reply in replies):
             # A server that has restarted knows no scripts.
-            await self._pipeline([("SCRIPT LOAD", script.text) for script in scripts.ALL])
+            await self._pipeline([("SCRIPT", "LOAD", script.text) for script in scripts.ALL])
             replies = await self._pipeline(commands)
         return replies
 
     async def _pipeline(self, commands: Sequence[Command]) -> list[Reply]:
-        async with self._client.pipeline(transaction=False) as pipeline:
-            for command in commands:
-                pipeline.execute_command(*command)
-            return await pipeline.execute(raise_on_error=False)
+        """Send commands and read their replies, as the server words them, on a connection of our own.
+
+        Source: redis-py's pipeline, whose bookkeeping per command costs more than the command.
+        """
+        words = b"".join([pack_command(cast("Any", command)) for command in commands])
+        async with self._may_send:
+            if self._idle:
+                try:
+                    return await self._exchange(self._idle.pop(), words, len(commands))
+                except RedisConnectionError:
+                    # It may have died with an earlier life of the server, and the others with it.
+                    await self.close()
+            return await self._exchange(self.address.make_connection(self._limits), words, len(commands))
+
+    async def _exchange(self, connection: AbstractConnection, words: bytes, num_replies: int) -> list[Reply]:
+        replies: list[Reply] = []
+        try:
+            await connection.send_packed_command(words, check_health=False)
+            for _ in range(num_replies):
+                try:
+                    replies.append(await connection.read_response(disconnect_on_error=False))
+                except ResponseError as error:
+                    replies.append(error)
+        except BaseException:
+            # Replies that are still to come would be taken for those to later commands.
+            await connection.disconnect(nowait=True)
+            raise
+        self._idle.append(connection)
+        return replies
 
     def _lost(self, operation: str, reason: str, num_commands: int, error: Exception) -> list[Reply | None]:
         if self._breaker.is_closed:
             log.warning("shard.lost shard=%s reason=%s error=%r", self.name, reason, error)
         self._breaker.failed(time.monotonic())
-        self._report(operation, reason, num_commands)
+        self.report(operation, reason, num_commands)
         return [None] * num_commands
-
-    def _report(self, operation: str, reason: str, num_commands: int) -> None:
-        self._on_failure(ShardFailure(shard=self.name, operation=operation, reason=reason, num_commands=num_commands))

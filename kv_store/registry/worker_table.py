@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self, cast
 
+from kv_store.registry.key_names import life_of
 from kv_store.registry.protocol import WorkerRecord
 from messages.errors import RegistryError
 
@@ -19,6 +20,13 @@ class LiveWorker:
     expires_at_s: float
     since_s: float
     """When this life first registered at the shard."""
+
+    def is_newer_than(self, other: "LiveWorker") -> bool:
+        """Whether of two rows about one worker this one counts."""
+        if self.record.incarnation == other.record.incarnation:
+            # A shard that was away when the generation rose still lists the old one.
+            return self.record.generation > other.record.generation
+        return self.since_s > other.since_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +65,8 @@ def _read_rows(values: list[bytes | int], asked_at_s: float) -> Iterable[LiveWor
         )
 
 
-def merge(copies: Iterable[TableCopy], now_s: float) -> dict[str, WorkerRecord]:
-    """Return the live workers by id, in order of id.
+def merge(copies: Iterable[TableCopy], now_s: float) -> dict[str, LiveWorker]:
+    """Return the row that counts of every live worker, by id and in order of id.
 
     A shard that was away may lack workers or know an earlier life of one; the union, and of two lives the one that
     registered last, is right in both cases.
@@ -67,6 +75,11 @@ def merge(copies: Iterable[TableCopy], now_s: float) -> dict[str, WorkerRecord]:
     for copy in copies:
         for row in copy.rows:
             seen = youngest.get(row.record.worker_id)
-            if row.expires_at_s > now_s and (seen is None or row.since_s > seen.since_s):
+            if row.expires_at_s > now_s and (seen is None or row.is_newer_than(seen)):
                 youngest[row.record.worker_id] = row
-    return {worker_id: row.record for worker_id, row in sorted(youngest.items())}
+    return dict(sorted(youngest.items()))
+
+
+def lives(records: Iterable[WorkerRecord]) -> dict[str, str]:
+    """Return, by worker id, the life whose claims count."""
+    return {record.worker_id: life_of(record.incarnation, record.generation) for record in records}

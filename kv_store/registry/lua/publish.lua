@@ -1,8 +1,8 @@
--- One worker's claim on one block. KEYS: block. ARGV: worker id, incarnation, tier, time to live in ms.
--- Field value: expiry in ms of this server's clock | tier | incarnation.
+-- One worker's claim on one block. KEYS: block. ARGV: worker id, incarnation, tier, time to live in ms, generation.
+-- Field value: expiry in ms of this server's clock | tier | generation | incarnation.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
-redis.call('HSET', KEYS[1], ARGV[1], string.format('%d|%s|%s', now + ARGV[4], ARGV[3], ARGV[2]))
+redis.call('HSET', KEYS[1], ARGV[1], string.format('%d|%s|%s|%s', now + ARGV[4], ARGV[3], ARGV[5], ARGV[2]))
 -- A popular block outlives its dead holders, so whoever publishes it also sweeps it.
 if redis.call('HLEN', KEYS[1]) > 1 then
   local row = redis.call('HGETALL', KEYS[1])

@@ -1,7 +1,7 @@
 -- Start or renew one life of a worker. KEYS: worker table. ARGV: worker id, incarnation, lease in ms, record.
 -- Field '' of the table is its version: it changes when a reader's copy would be wrong, not on a mere renewal.
 -- Other fields: JSON of e = expiry ms, s = since ms, i = incarnation, f = replaced incarnations, r = record.
--- Returns 0 when a live life has replaced this one, else 1.
+-- Returns 0 when a live life has replaced this one, 1 when the lease was renewed, 2 when this life was not there.
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local function read(value)
@@ -37,4 +37,4 @@ if not old or old.i ~= ARGV[2] or old.r ~= ARGV[4] then
   redis.call('HSET', KEYS[1], '', version)
 end
 if redis.call('PTTL', KEYS[1]) < tonumber(ARGV[3]) then redis.call('PEXPIRE', KEYS[1], ARGV[3]) end
-return 1
+return old and old.i == ARGV[2] and 1 or 2
