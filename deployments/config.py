@@ -13,13 +13,15 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from deployments.config_errors import first_line
-from deployments.config_kv import HandoffConfig, RegistryConfig
+from deployments.config_kv import HandoffConfig, RegistryConfig, ReuseConfig
 from deployments.config_section import Section
 from deployments.sizes import Bytes
 from messages.errors import ConfigError
+from messages.fault_plan import FaultRule, parse_faults
+from messages.faults import Faults
 
 DEMO_SOURCE = "demo"
-FAULT_POINTS = frozenset({"engine.preempt_once"})
+FAULTS_VARIABLE = "KVFERRY_FAULTS"
 DEMO_MODEL_NAME = "smollm2-135m-instruct"
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -205,6 +207,7 @@ class AppConfig(Section):
     routing: RoutingConfig = Field(default_factory=RoutingConfig, description="Who computes what.")
     registry: RegistryConfig = Field(default_factory=RegistryConfig, description="Who holds which block.")
     handoff: HandoffConfig = Field(default_factory=HandoffConfig, description="Moving blocks.")
+    reuse: ReuseConfig = Field(default_factory=ReuseConfig, description="Prefixes that another worker holds.")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="Limits on requests.")
     gateway: GatewayConfig = Field(default_factory=GatewayConfig, description="Where clients connect.")
     step_log_dir: str | None = Field(
@@ -263,12 +266,33 @@ def default_model_name(source: str) -> str:
     return Path(source).expanduser().resolve().name if is_path else source
 
 
-def fault_points() -> frozenset[str]:
-    """Faults to inject, for tests: names of FAULT_POINTS in $KVFERRY_FAULTS, separated by commas."""
-    names = frozenset(filter(None, os.environ.get("KVFERRY_FAULTS", "").split(",")))
-    if not names <= FAULT_POINTS:
-        raise ConfigError(f"KVFERRY_FAULTS: {min(names - FAULT_POINTS)} is none of {', '.join(sorted(FAULT_POINTS))}")
-    return names
+def fault_rules() -> tuple[FaultRule, ...]:
+    """Faults to inject, for tests: the plan in $KVFERRY_FAULTS; see `kvferry faults`.
+
+    Raises:
+        ConfigError: The plan is wrong.
+    """
+    try:
+        return parse_faults(os.environ.get(FAULTS_VARIABLE, ""))
+    except ConfigError as error:
+        raise ConfigError(f"{FAULTS_VARIABLE}: {error}") from None
+
+
+def faults(pool: str | None = None) -> Faults:
+    """What $KVFERRY_FAULTS plans for this process.
+
+    Args:
+        pool: The pool of this worker; None in any other process.
+
+    Raises:
+        ConfigError: The plan is wrong.
+    """
+    return Faults(fault_rules(), pool=pool)
+
+
+def environment_variable(name: str) -> str | None:
+    """A variable that the config names, such as the one with the registry's password; None when there is none."""
+    return os.environ.get(name)
 
 
 def cache_dir() -> Path:

@@ -21,6 +21,7 @@ from deployments.config import AppConfig
 from deployments.local_ray import LocalRay
 from deployments.model_source import Progress, resolve_model
 from deployments.preflight import check_memory, check_port, settle_kv_memory
+from deployments.stack_file import FOLDER_PREFIX, write_stack_file
 from kv_store.embedded import EmbeddedValkey
 from messages.errors import DeadlineExceeded, Unavailable
 
@@ -121,6 +122,7 @@ class LocalStack:
         self._on_stage(f"loading {self.config.model.name} in {_count_workers(self.config)}")
         self._ray.deploy(self._describe(self.config))
         self._wait_until_ready(self._ray)
+        write_stack_file(self._folder, self.config)
 
     def _registry_urls(self, folder: Path) -> list[str]:
         registry = self.config.registry
@@ -184,7 +186,7 @@ class LocalStack:
     def _private_folder(self) -> Iterator[Path]:
         """A folder of our own, and a watchdog that empties it and ends its processes even if we are killed."""
         parent = tempfile.gettempdir()
-        folder = tempfile.mkdtemp(prefix="kvferry-", dir=parent if len(parent) <= _LONGEST_TEMP else "/tmp")  # noqa: S108  (mkdtemp makes it private)
+        folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent if len(parent) <= _LONGEST_TEMP else "/tmp")  # noqa: S108  (mkdtemp makes it private)
         command = [sys.executable, "-I", "-S", watchdog.__file__, self._mark, folder]
         guard = subprocess.Popen(  # noqa: S603  (our own file)
             command,

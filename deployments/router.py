@@ -9,20 +9,25 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
+from cluster.reuse import ReusePlan
 from cluster.routing import Decision, Demand, RoutingRules, WorkerView, choose
 from deployments.worker_links import Exchange, Incoming, WorkerLink, WorkerLinks
-from kv_store.block_key import KeyExtras, block_keys, root_key
-from kv_store.registry.protocol import PrefixHits, Registry, WorkerRecord
+from deployments.worker_views import offer_of, prompt_keys, view_of
+from kv_store.registry.protocol import PrefixHits, Registry
 from messages.errors import NeedsPrefill, ServingError, Unavailable
-from messages.handoff import BlockKey
 from messages.requests import GenerationRequest, RequestId
+from messages.reuse import ReuseOffer
 from messages.tokens import Provenance, TokenEvent
 from messages.v1 import worker_pb2 as pb
-from messages.wire import error_from_wire, request_to_wire, tokens_from_wire
+from messages.wire import error_from_wire, request_to_wire, reuse_to_wire, tokens_from_wire
 from telemetry.metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
+
+MAX_ATTEMPTS = 3
+"""Before its first token a request whose worker fails is placed anew, so often in all."""
 
 
 class Router:
@@ -63,13 +68,25 @@ class Router:
         hits = await self._lookup(request)
         return Route(self, request, hits)
 
-    def decide(self, request: GenerationRequest, hits: dict[str, int], *, force_remote: bool = False) -> Decision:
-        """Choose workers from the newest loads and from `hits`, cached tokens by worker id."""
+    def decide(
+        self,
+        request: GenerationRequest,
+        hits: dict[str, int],
+        *,
+        force_remote: bool = False,
+        avoided: frozenset[str] = frozenset(),
+    ) -> Decision:
+        """Choose workers from the newest loads and from `hits`, cached tokens by worker id; none of `avoided`."""
         demand = Demand(prompt_tokens=len(request.prompt_token_ids))
-        decision = choose(demand, self._views(hits), self._rules, force_remote=force_remote)
+        decision = choose(demand, self._views(hits), self._rules, force_remote=force_remote, exclude=avoided)
         kind = "local" if decision.prefill is None else "remote"
         self._metrics.decisions.labels(prefill=kind, prompt_class=decision.prompt_class).inc()
+        self._metrics.reuse_decisions.labels(verdict=decision.reuse.verdict).inc()
         return decision
+
+    def offer(self, plan: ReusePlan, hits: dict[str, int]) -> ReuseOffer:
+        """What a plan means to the worker that is to fetch."""
+        return offer_of(plan, hits, [link.record for link in self._links.live()])
 
     def exchange(self, request_id: RequestId) -> Exchange:
         """A new conversation with workers."""
@@ -93,16 +110,17 @@ class Router:
 
     async def _lookup(self, request: GenerationRequest) -> dict[str, int]:
         records = [link.record for link in self._links.live()]
-        if not records:
+        # A prompt whose log probabilities are wanted is computed whole.
+        if not records or request.sampling.prompt_logprobs is not None:
             return {}
         # Workers of one model share the identity that roots their keys.
         record = records[0]
-        keys = _keys(request, record)
+        keys = prompt_keys(request, record)
         hits = await self._registry.lookup(keys) if keys else PrefixHits()
         return {worker_id: blocks * record.block_size for worker_id, blocks in hits.by_worker.items()}
 
     def _views(self, hits: dict[str, int]) -> list[WorkerView]:
-        return [_view(link, hits.get(link.record.worker_id, 0)) for link in self._links.live()]
+        return [view_of(link, hits.get(link.record.worker_id, 0)) for link in self._links.live()]
 
 
 class Route:
@@ -118,6 +136,12 @@ class Route:
         self._request = request
         self._hits = hits
         self._next_index: dict[int, int] = defaultdict(int)
+        self._num_attempts = 0
+        self._forces_remote = False
+        self._avoided: frozenset[str] = frozenset()
+        self._culprit = ""
+        """The worker that the last failure came from."""
+        self._failure: ServingError | None = None
 
     async def tokens(self) -> AsyncGenerator[TokenEvent, None]:
         """Every choice's tokens in order, without gap or repetition; the last event of each has a finish reason.
@@ -125,20 +149,36 @@ class Route:
         Raises:
             ServingError: The request failed; everything it held is being given back.
         """
-        decision = self._router.decide(self._request, self._hits)
-        if decision.prefill is None:
+        while True:
+            decision, self._culprit = self._decide(), ""
+            self._num_attempts += 1
+            source = self._remote(decision) if decision.prefill else self._local(decision)
             try:
-                async with aclosing(self._run(self._local(decision))) as events:
+                async with aclosing(self._run(source)) as events:
                     async for event in events:
                         yield event
             except NeedsPrefill:
                 # The registry was wrong about what the worker has; now the prompt is computed elsewhere.
-                decision = self._router.decide(self._request, {}, force_remote=True)
+                self._hits, self._forces_remote = {}, True
+            except ServingError as error:
+                culprit = self._culprit or str(error.context.get("worker", ""))
+                if not error.retryable or self._next_index or not culprit or self._num_attempts >= MAX_ATTEMPTS:
+                    raise
+                log.warning("request.retried request_id=%s error=%s", self._request.request_id, error)
+                self._failure, self._avoided = error, self._avoided | {culprit}
             else:
                 return
-        async with aclosing(self._run(self._remote(decision) if decision.prefill else self._local(decision))) as events:
-            async for event in events:
-                yield event
+
+    def _decide(self) -> Decision:
+        """Choose workers, not those that have failed this request; when no other is left, the failure stands."""
+        try:
+            return self._router.decide(
+                self._request, self._hits, force_remote=self._forces_remote, avoided=self._avoided
+            )
+        except Unavailable:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
 
     async def _run(self, source: AsyncGenerator[TokenEvent, None]) -> AsyncGenerator[TokenEvent, None]:
         async with aclosing(source) as events:
@@ -149,12 +189,13 @@ class Route:
                     yield fresh
 
     async def _local(self, decision: Decision) -> AsyncGenerator[TokenEvent, None]:
-        request = self._attempt("local")
+        request = self._attempt()
         exchange = self._router.exchange(request.request_id)
         self.provenance = Provenance(decode_worker=decision.decode)
         submit = pb.SubmitUnified(request=request_to_wire(request))
         if decision.is_local_limited:
             submit.max_uncached_tokens = self._router.local_limit
+        submit.reuse.CopyFrom(self._offer(decision))
         try:
             exchange.join("decode", self._router.link(decision.decode))
             exchange.send("decode", pb.GatewayMessage(submit_unified=submit))
@@ -166,15 +207,14 @@ class Route:
 
     async def _remote(self, decision: Decision) -> AsyncGenerator[TokenEvent, None]:
         assert decision.prefill is not None, "a remote decision names a prefill worker"
-        request = self._attempt("remote")
+        request = self._attempt()
         exchange = self._router.exchange(request.request_id)
         self.provenance = Provenance(prefill_worker=decision.prefill, decode_worker=decision.decode)
         try:
             exchange.join("decode", self._router.link(decision.decode))
             exchange.join("prefill", self._router.link(decision.prefill))
-            exchange.send(
-                "prefill", pb.GatewayMessage(submit_prefill=pb.SubmitPrefill(request=request_to_wire(request)))
-            )
+            submit = pb.SubmitPrefill(request=request_to_wire(request), reuse=self._offer(decision))
+            exchange.send("prefill", pb.GatewayMessage(submit_prefill=submit))
             firsts = await self._first_tokens(exchange, request)
             is_over = self._begin_decode(exchange, firsts)
             for first in firsts:
@@ -193,7 +233,7 @@ class Route:
         is_done = False
         while True:
             incoming = await exchange.next()
-            event = _event(exchange, incoming)
+            event = self._event(exchange, incoming)
             if incoming.source == "decode":
                 continue
             match event.WhichOneof("body"):
@@ -204,7 +244,9 @@ class Route:
                 case "work_done":
                     is_done = True
                     self.provenance = replace(
-                        self.provenance, prefill_computed_tokens=event.work_done.computed_prompt_tokens
+                        self.provenance,
+                        prefill_computed_tokens=event.work_done.computed_prompt_tokens,
+                        **_reused(event.work_done),
                     )
                 case "tokens":
                     firsts.append(tokens_from_wire(event.tokens))
@@ -240,7 +282,7 @@ class Route:
             if incoming.source == "prefill":
                 # Token 1 is here; what becomes of the prefill worker is the decode worker's business.
                 continue
-            event = _event(exchange, incoming)
+            event = self._event(exchange, incoming)
             match event.WhichOneof("body"):
                 case "accepted" if counts_cached:
                     self.cached_tokens = event.accepted.cached_tokens
@@ -268,22 +310,30 @@ class Route:
             bytes_moved=done.bytes_moved,
             transfer_s=done.transfer_s,
             exposed_s=done.exposed_s,
+            # After a hand-off, what the prefill worker has said holds.
+            **({} if self.provenance.prefill_worker else _reused(done)),
         )
 
-    def _attempt(self, kind: str) -> GenerationRequest:
-        return replace(self._request, request_id=RequestId(f"{self._request.request_id}.{kind}"))
+    def _offer(self, decision: Decision) -> pb.ReuseOffer:
+        return reuse_to_wire(self._router.offer(decision.reuse, self._hits))
 
+    def _attempt(self) -> GenerationRequest:
+        return replace(self._request, request_id=RequestId(f"{self._request.request_id}.{self._num_attempts}"))
 
-def _event(exchange: Exchange, incoming: Incoming) -> pb.Event:
-    """The event of a worker; its failure, or the loss of it, is raised, and needs no abort there."""
-    event = incoming.event
-    if isinstance(event, ServingError):
+    def _event(self, exchange: Exchange, incoming: Incoming) -> pb.Event:
+        """The event of a worker; its failure, or the loss of it, is raised, and needs no abort there."""
+        event = incoming.event
+        if not isinstance(event, ServingError) and event.WhichOneof("body") != "failed":
+            return event
+        self._culprit = exchange.worker_id(incoming.source)
         exchange.finish(incoming.source)
-        raise event
-    if event.WhichOneof("body") == "failed":
-        exchange.finish(incoming.source)
+        if isinstance(event, ServingError):
+            raise event
         raise error_from_wire(event.failed.error, event.failed.message)
-    return event
+
+
+def _reused(done: pb.WorkDone) -> dict[str, Any]:
+    return {"reused_tokens": done.reused_tokens, "reused_from": tuple(done.reused_from)}
 
 
 def _unseen(event: TokenEvent, next_index: int) -> TokenEvent | None:
@@ -296,29 +346,3 @@ def _unseen(event: TokenEvent, next_index: int) -> TokenEvent | None:
     if skip >= len(event.token_ids):
         return None
     return replace(event, first_index=next_index, token_ids=event.token_ids[skip:])
-
-
-def _keys(request: GenerationRequest, record: WorkerRecord) -> list[BlockKey]:
-    extras = KeyExtras(
-        model=record.key_model,
-        block_size=record.block_size,
-        codec=record.key_codec,
-        adapter=request.adapter,
-        salt=request.salt,
-    )
-    return block_keys(root_key(extras), request.prompt_token_ids, record.block_size)
-
-
-def _view(link: WorkerLink, cached_tokens: int) -> WorkerView:
-    load = link.load
-    assert load is not None, "a live link has a load"
-    free = min((group.free_blocks + group.cached_blocks for group in load.groups), default=0)
-    return WorkerView(
-        worker_id=link.record.worker_id,
-        pool=link.record.pool,
-        cached_tokens=cached_tokens,
-        queued_prefill_tokens=load.queued_prefill_tokens,
-        running=load.running,
-        waiting=load.waiting,
-        free_tokens=free * link.record.block_size,
-    )

@@ -57,6 +57,10 @@ class Exchange:
         self._open.add(source)
         link.attach(self, source)
 
+    def worker_id(self, source: Source) -> str:
+        """Who plays `source`."""
+        return self._links[source].record.worker_id
+
     def send(self, source: Source, message: pb.GatewayMessage) -> None:
         """Send to the worker that plays `source`."""
         self._links[source].send(message)
@@ -97,6 +101,8 @@ class WorkerLink:
 
     record: WorkerRecord
     gateway_id: str
+    silence_s: float
+    """A worker that says nothing for so long, heartbeats included, is lost."""
     load: pb.Load | None = None
     is_up: bool = False
     is_listed: bool = True
@@ -124,24 +130,41 @@ class WorkerLink:
                     await self._stream(worker_pb2_grpc.WorkerLinkStub(channel))
                 except grpc.aio.AioRpcError as error:
                     log.info("worker.link_lost worker_id=%s code=%s", self.record.worker_id, error.code())
+                except TimeoutError:
+                    log.warning("worker.silent worker_id=%s seconds=%s", self.record.worker_id, self.silence_s)
                 finally:
                     self._lose()
                 await asyncio.sleep(POLL_PERIOD_S)
 
     async def _stream(self, stub: "worker_pb2_grpc.WorkerLinkAsyncStub") -> None:
         self._outgoing = asyncio.Queue()
-        async for message in stub.Connect(self._messages(self._outgoing)):
-            match message.WhichOneof("body"):
-                case "welcome":
-                    if message.welcome.incarnation != self.record.incarnation:
-                        # Another life listens on the address; the table will say so soon.
+        loop = asyncio.get_running_loop()
+        call = stub.Connect(self._messages(self._outgoing))
+        try:
+            # A stopped process keeps its sockets open: only its silence tells.
+            async with asyncio.timeout(self.silence_s) as limit:
+                async for message in call:
+                    limit.reschedule(loop.time() + self.silence_s)
+                    if not self._take(message):
                         return
-                    self.is_up = True
-                case "load":
-                    self.load = message.load
-                case "step":
-                    for event in message.step.events:
-                        self._route(event)
+        finally:
+            # Left to the garbage collector, a call complains about what it was waiting for.
+            call.cancel()
+
+    def _take(self, message: pb.WorkerMessage) -> bool:
+        """Take in what the worker says; False when it is not the one that was called."""
+        match message.WhichOneof("body"):
+            case "welcome":
+                if message.welcome.incarnation != self.record.incarnation:
+                    # Another life listens on the address; the table will say so soon.
+                    return False
+                self.is_up = True
+            case "load":
+                self.load = message.load
+            case "step":
+                for event in message.step.events:
+                    self._route(event)
+        return True
 
     async def _messages(self, outgoing: asyncio.Queue[pb.GatewayMessage]) -> AsyncIterator[pb.GatewayMessage]:
         yield pb.GatewayMessage(hello=pb.Hello(gateway_id=self.gateway_id))
@@ -168,8 +191,9 @@ class WorkerLink:
 class WorkerLinks:
     """Follows the worker table; a worker takes traffic while its lease runs and its stream is up."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, silence_s: float = 6.0) -> None:
         self._registry = registry
+        self._silence_s = silence_s
         self._gateway_id = uuid.uuid4().hex
         self._links: dict[tuple[str, str], tuple[WorkerLink, asyncio.Task[None]]] = {}
 
@@ -215,7 +239,7 @@ class WorkerLinks:
             if key in self._links:
                 self._links[key][0].is_listed = True
             else:
-                link = WorkerLink(record, self._gateway_id)
+                link = WorkerLink(record, self._gateway_id, self._silence_s)
                 self._links[key] = (link, asyncio.create_task(link.run(), name=f"link-{record.worker_id}"))
 
 

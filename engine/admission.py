@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.events import Borrowing
 from engine.request import RequestState
 from kv_store.local_cache import GroupCounts, LocalCache
 from messages.errors import InvalidRequest, Overloaded, ServingError
@@ -51,14 +52,36 @@ def is_too_cold(state: RequestState, cached: int) -> bool:
     return state.max_uncached_tokens is not None and state.num_prompt - cached > state.max_uncached_tokens
 
 
+def borrowable_blocks(state: RequestState, cached: int, block_size: int) -> int:
+    """Leading blocks to try to have after borrowing; 0 when it does not pay or would not be enough."""
+    # The log probabilities of borrowed tokens would be missing.
+    if state.borrow is None or state.wants_prompt_logprobs:
+        return 0
+    # The last prompt token is always computed.
+    blocks = min(state.borrow.max_tokens, state.num_prompt - 1) // block_size
+    gained = blocks * block_size - cached
+    return blocks if gained >= max(1, state.borrow.min_tokens) and not is_too_cold(state, blocks * block_size) else 0
+
+
+def borrowing(state: RequestState, num_blocks: int, cache: LocalCache, block_size: int) -> Borrowing:
+    """Ask for the first `num_blocks` blocks of a placed request."""
+    wanted = num_blocks * block_size
+    return Borrowing(
+        request_id=state.request_id,
+        cached_tokens=state.num_computed,
+        keys=tuple(state.keys[:num_blocks]),
+        groups=targets(state, state.num_computed, wanted, cache, block_size),
+    )
+
+
 def targets(
-    state: RequestState, cached: int, cache: LocalCache, block_size: int
+    state: RequestState, cached: int, wanted: int, cache: LocalCache, block_size: int
 ) -> tuple[tuple[BlockId | None, ...], ...]:
-    """Where a DECODE part wants its prompt's blocks; None where it has them already, or has a hole."""
+    """Where a request wants the blocks of tokens [0, wanted); None where it has them already, or has a hole."""
     assert state.table is not None, "a placed request has a table"
     first = cached // block_size
-    # Token 1 may be known already and have a block of its own; only the prompt is pulled.
-    end = -(-state.num_prompt // block_size)
+    # Token 1 may be known already and have a block of its own, which is not read.
+    end = -(-wanted // block_size)
     return tuple(
         tuple(None if index < first else block_id for index, block_id in enumerate(group[:end]))
         for group in cache.block_ids(state.table)

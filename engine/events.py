@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kv_store.local_cache import CacheChanges, GroupCounts
 from messages.errors import ServingError
-from messages.handoff import BlockId, BlockRef
+from messages.handoff import BlockId, BlockKey, BlockRef
 from messages.requests import RequestId
 from messages.tokens import TokenEvent
 
@@ -16,6 +16,7 @@ class Accepted:
 
     request_id: RequestId
     cached_tokens: int
+    """Prompt tokens whose KV is here already: hit, or borrowed."""
     num_prompt_tokens: int
     groups: tuple[tuple[BlockRef | None, ...], ...] | None = None
     """The prompt's blocks, for a hand-off; None unless the part is PREFILL."""
@@ -29,6 +30,30 @@ class Allocated:
     cached_tokens: int
     groups: tuple[tuple[BlockId | None, ...], ...]
     """Per KV group and logical block the destination; None: already here, or a hole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Borrowing:
+    """A request waits for a prefix that other workers may lend; Accepted or Failed follows when that is over."""
+
+    request_id: RequestId
+    cached_tokens: int
+    keys: tuple[BlockKey, ...]
+    """Of the leading blocks up to the end of what is wanted."""
+    groups: tuple[tuple[BlockId | None, ...], ...]
+    """Per KV group and logical block the destination; None: already here, or a hole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lent:
+    """The answer to a lend: cached blocks that stay as they are until the lend is ended."""
+
+    request_id: RequestId
+    """The lend's id."""
+    num_tokens: int
+    """Leading tokens whose KV is here; 0: nothing is lent, and nothing is to be ended."""
+    groups: tuple[tuple[BlockRef | None, ...], ...]
+    """Per KV group and logical block; None: not asked for, or a hole that a hit of `num_tokens` does not need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +84,7 @@ class Failed:
     error: ServingError
 
 
-EngineEvent = Accepted | Allocated | Progress | WorkDone | TokenEvent | Failed
+EngineEvent = Accepted | Allocated | Borrowing | Lent | Progress | WorkDone | TokenEvent | Failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +95,7 @@ class LoadSnapshot:
     running: int
     waiting: int
     held: int
-    """Finished prefills whose blocks a hand-off still holds."""
+    """Finished prefills whose blocks a hand-off still holds, and prefixes that are lent."""
     queued_prefill_tokens: int
     counters: dict[str, float]
     """Monotonic counters by metric name."""

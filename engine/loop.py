@@ -8,15 +8,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 from engine.batch import Batch, Matcher, RowResult
 from engine.events import EngineEvent, StepOutput
-from engine.request import Part, RequestState, Totals
+from engine.request import BorrowTerms, Part, RequestState, Totals
 from engine.scheduler import Scheduler
 from kv_store.block_key import KeyExtras, block_keys, root_key
 from kv_store.local_cache import BlockCopy, LocalCache
 from messages.errors import ServingError
+from messages.handoff import BlockKey
 from messages.requests import GenerationRequest, RequestId
 from telemetry.step_record import StepRecord
 
@@ -90,6 +92,7 @@ class EngineLoop:
         part: Part,
         *,
         max_uncached_tokens: int | None = None,
+        borrow: BorrowTerms | None = None,
         matcher: Matcher | None = None,
     ) -> None:
         """Queue a request; answers with Accepted (WHOLE, PREFILL) or Allocated (DECODE), or Failed.
@@ -97,7 +100,8 @@ class EngineLoop:
         Args:
             request: What to compute.
             part: Which part of it.
-            max_uncached_tokens: Refuse when more prompt tokens than this are not cached here.
+            max_uncached_tokens: Refuse when more prompt tokens than this are neither cached here nor borrowed.
+            borrow: WHOLE and PREFILL: Borrowing comes first when a prefix can be had on these terms.
             matcher: The compiled grammar of the request; None when it has none.
         """
 
@@ -111,6 +115,7 @@ class EngineLoop:
                 keys=block_keys(root, request.prompt_token_ids, extras.block_size),
                 totals=Totals(arrived_s=time.monotonic()),
                 max_uncached_tokens=max_uncached_tokens,
+                borrow=borrow,
                 matcher=matcher,
             )
             return self._scheduler.submit(state)
@@ -118,20 +123,41 @@ class EngineLoop:
         self._commands.put(command)
 
     def receive(self, request_id: RequestId, num_tokens: int) -> None:
-        """The pull of a DECODE part is over; `num_tokens` prompt tokens arrived, the rest is computed here."""
+        """A pull is over; the first `num_tokens` prompt tokens have their KV, the rest is computed here."""
+        self._commands.put(lambda: self._scheduler.receive(request_id, num_tokens))
+
+    def set_aside(self, request_id: RequestId, aside_id: RequestId) -> None:
+        """Let a request that borrows go on with other blocks; its old ones stay referenced until `abort(aside_id)`."""
 
         def command() -> Sequence[EngineEvent]:
-            self._scheduler.receive(request_id, num_tokens)
+            self._scheduler.set_aside(request_id, aside_id)
             return ()
 
         self._commands.put(command)
+
+    def lend(self, lend_id: RequestId, keys: Sequence[BlockKey], first_block: int) -> None:
+        """Keep a cached prefix as it is until `abort(lend_id)`; answers with Lent between two steps."""
+        self._commands.put(lambda: self._scheduler.lend(lend_id, keys, first_block))
+
+    def clear_cache(self) -> Future[int]:
+        """Forget every cached block that no request uses; the number of blocks comes when it is done."""
+        done: Future[int] = Future()
+
+        def command() -> Sequence[EngineEvent]:
+            before = sum(group.cached for group in self._cache.counts())
+            self._cache.clear()
+            done.set_result(before - sum(group.cached for group in self._cache.counts()))
+            return ()
+
+        self._commands.put(command)
+        return done
 
     def start_decode(self, request_id: RequestId, first_tokens: Mapping[int, int]) -> None:
         """Token 1, by choice, of the choices of a DECODE part that go on."""
         self._commands.put(lambda: self._scheduler.start(request_id, first_tokens))
 
     def abort(self, request_id: RequestId) -> None:
-        """Forget the request in any state, also a held prefill; its blocks are free. No event follows."""
+        """Forget the request in any state, also a held prefill, or a lend; its blocks are free. No event follows."""
 
         def command() -> Sequence[EngineEvent]:
             self._scheduler.abort(request_id)

@@ -16,7 +16,7 @@ class Places:
         self.waiting: list[RequestState] = []
         """In order of admission."""
         self.receiving: dict[RequestId, RequestState] = {}
-        """DECODE parts whose blocks are being pulled; one per request, whatever its choices."""
+        """Whose blocks are being read: DECODE parts, and others that borrow; one per request, whatever its choices."""
         self.running: dict[Key, RequestState] = {}
         self.held: dict[RequestId, RequestState] = {}
         """Finished PREFILL parts whose blocks a hand-off still needs."""
@@ -32,7 +32,7 @@ class Places:
         bisect.insort(self.waiting, state, key=lambda waiting: waiting.order)
 
     def unstarted(self, request_id: RequestId) -> RequestState | None:
-        """The DECODE part of a request, pulled or still waiting for blocks."""
+        """The DECODE part of a request, being pulled or still waiting for blocks."""
         waiting = (state for state in self.waiting if state.request_id == request_id)
         return self.receiving.get(request_id) or next(waiting, None)
 

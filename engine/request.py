@@ -24,6 +24,16 @@ class Part(StrEnum):
     """Begins with blocks pulled from another worker and token 1."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BorrowTerms:
+    """What other workers are believed to hold of a prompt, and when fetching it pays."""
+
+    max_tokens: int
+    """Leading prompt tokens that can be borrowed at most."""
+    min_tokens: int = 1
+    """Fewest tokens that must be gained over what is cached here."""
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Totals:
     """What all choices of one request share and add up to on this worker."""
@@ -33,12 +43,12 @@ class Totals:
     """Order of arrival."""
     num_live: int = 1
     """Choices that have not ended."""
-    num_cached: int = 0
-    """Prompt tokens found in the local prefix cache at the first admission."""
     computed_prompt_tokens: int = 0
     """Prompt tokens that this worker ran, recomputes included."""
+    is_admitted: bool = False
+    """Had its blocks once; the counters of admission happen once."""
     is_accepted: bool = False
-    """Admitted once; counters and events of admission happen once."""
+    """Accepted or Allocated was sent; a request that borrows is admitted before."""
     was_preempted: bool = False
     admitted_s: float = 0.0
     prefill_done_s: float = 0.0
@@ -58,6 +68,8 @@ class RequestState:
     choice: int = 0
     max_uncached_tokens: int | None = None
     """Refuse when more prompt tokens than this must be computed here; None: no limit."""
+    borrow: BorrowTerms | None = None
+    """Not yet used chance to borrow a prefix; never a DECODE part's."""
     matcher: Matcher | None = None
     """The grammar's state; None: none."""
     tokens: list[int] = field(default_factory=list)
@@ -104,6 +116,11 @@ class RequestState:
     def gap(self) -> int:
         """Known tokens whose KV is not there yet."""
         return len(self.tokens) - self.num_computed
+
+    @property
+    def gap_after_borrowing(self) -> int:
+        """What will be left of the gap of a request that borrows, if all goes well."""
+        return 0 if self.borrow is None else max(1, len(self.tokens) - max(self.num_computed, self.borrow.max_tokens))
 
     @property
     def next_choices(self) -> tuple[int, ...]:

@@ -4,20 +4,23 @@ Decodes go first, one token each; prompts follow in chunks that fill the rest. R
 in order of arrival, when their known tokens fit into free blocks. When a decode finds no block, the least urgent,
 youngest request that may be recomputed gives its blocks back and waits again. Choices of one request share the prompt's
 blocks. A finished PREFILL part is held, blocks and all, until its hand-off lets it go; PREFILL parts are never
-preempted, because a reader knows their block ids.
+preempted, because a reader knows their block ids. A WHOLE or PREFILL part may borrow: it waits with its blocks until
+what other workers hold of its prompt has been read, and computes the rest.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from engine.admission import SchedulerLimits, is_too_cold, offer, refusal, targets
+from engine.admission import SchedulerLimits, borrowable_blocks, borrowing, is_too_cold, offer, refusal, targets
 from engine.batch import Batch, Row, RowResult, Sampled
+from engine.choice_blocks import ChoiceBlocks
 from engine.events import Accepted, Allocated, EngineEvent, Failed, LoadSnapshot, Progress, WorkDone
+from engine.lending import Lending
 from engine.places import Places
 from engine.request import Part, RequestState
-from kv_store.block_key import block_keys
-from kv_store.block_table import BlockTable
+from engine.rows import chunk_size, make_row
 from kv_store.local_cache import BlockCopy, LocalCache
 from messages.errors import HandoffUnknown, NeedsPrefill, OutOfBlocks, ServingError
+from messages.handoff import BlockKey
 from messages.requests import RequestId
 from messages.tokens import TokenEvent
 from telemetry.metrics import WorkerCounter
@@ -30,7 +33,8 @@ class Scheduler:
         self._cache = cache
         self._limits = limits
         self._places = Places()
-        self._copies: list[BlockCopy] = []
+        self._blocks = ChoiceBlocks(cache, limits.block_size)
+        self._lending = Lending(cache, limits.block_size)
         self._num_arrivals = 0
         self._counters = dict.fromkeys(WorkerCounter, 0.0)
 
@@ -47,17 +51,41 @@ class Scheduler:
         self._places.wait(state)
         return []
 
-    def receive(self, request_id: RequestId, num_tokens: int) -> None:
-        """The pull is over: the first `num_tokens` prompt tokens have their KV; the rest is computed here."""
+    def receive(self, request_id: RequestId, num_tokens: int) -> list[EngineEvent]:
+        """The read is over: the first `num_tokens` prompt tokens have their KV; the rest is computed here.
+
+        In a model with windows they are the whole prompt, or a hit at a lender; less counts as nothing.
+        """
         state = self._places.receiving.get(request_id)
-        if state is None or state.table is None:
-            return
-        self._counters[WorkerCounter.PROMPT_TOKENS_TRANSFERRED] += max(0, num_tokens - state.num_computed)
-        self._counters[WorkerCounter.RECOMPUTED_TOKENS] += max(0, state.num_prompt - num_tokens)
-        state.num_computed = max(num_tokens, state.num_computed)
+        if state is None:
+            return []
+        if state.part is not Part.DECODE:
+            return self._end_borrowing(state, num_tokens)
+        if self._cache.has_windows and num_tokens < state.num_prompt:
+            # The owner may have had a hole where a query of the recompute looks.
+            num_tokens = 0
+        self._counters[WorkerCounter.PROMPT_TOKENS_TRANSFERRED] += self._blocks.read(state, num_tokens)
+        self._counters[WorkerCounter.RECOMPUTED_TOKENS] += state.num_prompt - state.num_computed
         state.is_received = True
-        self._cache.mark_valid(state.table, state.num_computed, state.keys)
         self._run_when_ready(state)
+        return []
+
+    def set_aside(self, request_id: RequestId, aside_id: RequestId) -> None:
+        """Let a request that borrows start over with other blocks, because a failed read may still write its own.
+
+        Those are kept under `aside_id` until it is aborted.
+        """
+        state = self._places.receiving.get(request_id)
+        if state is None or state.part is Part.DECODE:
+            return
+        del self._places.receiving[request_id]
+        self._lending.set_aside(aside_id, self._blocks.table(state))
+        state.table, state.num_computed, state.borrow = None, 0, None
+        self._places.wait(state)
+
+    def lend(self, lend_id: RequestId, keys: Sequence[BlockKey], first_block: int) -> list[EngineEvent]:
+        """Keep what is cached of a prefix, if it is more than `first_block` blocks, until `abort(lend_id)`."""
+        return [self._lending.lend(lend_id, keys, first_block)]
 
     def start(self, request_id: RequestId, first_tokens: Mapping[int, int]) -> list[EngineEvent]:
         """Token 1 of every choice of a DECODE part that goes on, sampled by the prefill worker.
@@ -74,7 +102,7 @@ class Scheduler:
         (choice, token_id), *others = sorted(first_tokens.items())
         try:
             for other, other_token_id in others:
-                sibling = self._fork(state, other)
+                sibling = self._blocks.fork(state, other)
                 sibling.append(other_token_id)
                 state.siblings.append(sibling)
             state.choice = choice
@@ -87,16 +115,15 @@ class Scheduler:
         return []
 
     def abort(self, request_id: RequestId) -> bool:
-        """Forget a request in any state and give its blocks back; False when it is not here."""
+        """Forget a request in any state, or a lend, and give its blocks back; False when it is not here."""
         states = self._places.remove(request_id)
         for state in states:
-            self._drop(state)
-        return bool(states)
+            self._blocks.drop(state)
+        return self._lending.end(request_id) or bool(states)
 
     def take_copies(self) -> list[BlockCopy]:
         """Block copies to be made now, before anything else writes into the arena."""
-        copies, self._copies = self._copies, []
-        return copies
+        return self._blocks.take_copies()
 
     # One step
 
@@ -110,14 +137,14 @@ class Scheduler:
                 break
             # An earlier decode of this step may have preempted this one.
             if state.key in self._places.running and self._grow(state):
-                rows.append(self._row(state, 1))
+                rows.append(make_row(state, 1, self._blocks.ids(state)))
                 budget -= 1
         rows = [row for row in rows if (row.request_id, row.choices[0]) in self._places.running]
         for state in [s for s in self._places.running.values() if s.gap > 1]:
-            size = self._chunk(state, budget)
+            size = chunk_size(state, budget, self._limits)
             if size == 0:
                 break
-            rows.append(self._row(state, size))
+            rows.append(make_row(state, size, self._blocks.ids(state)))
             budget -= size
         return (Batch(rows=tuple(rows)) if rows else None), events
 
@@ -145,15 +172,17 @@ class Scheduler:
             groups=tuple(self._cache.counts()),
             running=len(self._places.running),
             waiting=len(self._places.waiting) + len(self._places.receiving),
-            held=len(self._places.held),
+            held=len(self._places.held) + len(self._lending),
             queued_prefill_tokens=sum(s.gap for s in self._places.waiting)
+            + sum(s.gap_after_borrowing for s in self._places.receiving.values())
             + sum(s.gap for s in self._places.running.values() if s.gap > 1),
             counters={name.value: value for name, value in self._counters.items()},
         )
 
     def request_ids(self) -> Iterator[RequestId]:
-        """Every request that is here in any state, once per choice."""
-        return (state.request_id for state in self._places)
+        """Every request that is here in any state, once per choice, and every lend."""
+        yield from (state.request_id for state in self._places)
+        yield from self._lending
 
     # Admission
 
@@ -165,52 +194,59 @@ class Scheduler:
             state = self._places.waiting[0]
             # The log probabilities of cached tokens would be missing.
             cached = 0 if state.wants_prompt_logprobs else self._cache.match(state.keys, len(state.tokens))
-            if not state.totals.is_accepted and is_too_cold(state, cached):
+            num_wanted = borrowable_blocks(state, cached, self._limits.block_size)
+            if not num_wanted and not state.totals.is_accepted and is_too_cold(state, cached):
                 self._places.waiting.pop(0)
                 events.append(Failed(request_id=state.request_id, error=NeedsPrefill("prefix is not cached here")))
                 continue
-            table = self._cache.open_table(state.keys, cached)
             try:
-                self._cache.extend(table, len(state.tokens))
+                self._blocks.open(state, cached)
             except OutOfBlocks:
-                self._cache.drop(table)
                 break
             self._places.waiting.pop(0)
-            state.table, state.num_computed = table, cached
             state.prompt_logprobs.clear()
-            events.extend(self._place(state, cached, now_s))
+            self._count_admission(state, now_s)
+            if num_wanted:
+                self._places.receiving[state.request_id] = state
+                events.append(borrowing(state, num_wanted, self._cache, self._limits.block_size))
+            else:
+                events.extend(self._place(state))
         return events
 
-    def _place(self, state: RequestState, cached: int, now_s: float) -> list[EngineEvent]:
-        totals = state.totals
-        first_time = not totals.is_accepted
-        if first_time:
-            totals.is_accepted, totals.admitted_s, totals.num_cached = True, now_s, cached
+    def _count_admission(self, state: RequestState, now_s: float) -> None:
+        if not state.totals.is_admitted:
+            state.totals.is_admitted, state.totals.admitted_s = True, now_s
             self._counters[WorkerCounter.PREFIX_QUERIES] += state.num_prompt
-            self._counters[WorkerCounter.PREFIX_HITS] += cached
-            self._counters[WorkerCounter.PROMPT_TOKENS_LOCAL_CACHE] += cached
+            self._counters[WorkerCounter.PREFIX_HITS] += state.num_computed
+            self._counters[WorkerCounter.PROMPT_TOKENS_LOCAL_CACHE] += state.num_computed
+
+    def _place(self, state: RequestState) -> list[EngineEvent]:
+        is_first_time = not state.totals.is_accepted
+        # One that is preempted later computes again what it has lost.
+        state.totals.is_accepted, state.borrow = True, None
+        cached = state.num_computed
         if state.part is Part.DECODE and not state.is_received:
             self._places.receiving[state.request_id] = state
-            return [
-                Allocated(
-                    request_id=state.request_id,
-                    cached_tokens=cached,
-                    groups=targets(state, cached, self._cache, self._limits.block_size),
-                )
-            ]
+            groups = targets(state, cached, state.num_prompt, self._cache, self._limits.block_size)
+            return [Allocated(request_id=state.request_id, cached_tokens=cached, groups=groups)]
         self._places.running[state.key] = state
-        if not first_time:
+        if not is_first_time:
             return []
-        groups = offer(state, self._cache, self._limits.block_size) if state.part is Part.PREFILL else None
+        offered = offer(state, self._cache, self._limits.block_size) if state.part is Part.PREFILL else None
         return [
             Accepted(
-                request_id=state.request_id, cached_tokens=cached, num_prompt_tokens=state.num_prompt, groups=groups
+                request_id=state.request_id, cached_tokens=cached, num_prompt_tokens=state.num_prompt, groups=offered
             )
         ]
 
-    def _table(self, state: RequestState) -> BlockTable:
-        assert state.table is not None, "a placed request has a table"
-        return state.table
+    def _end_borrowing(self, state: RequestState, num_tokens: int) -> list[EngineEvent]:
+        del self._places.receiving[state.request_id]
+        state.borrow = None
+        self._counters[WorkerCounter.PROMPT_TOKENS_REMOTE_CACHE] += self._blocks.read(state, num_tokens)
+        if is_too_cold(state, state.num_computed):
+            self._blocks.drop(state)
+            return [Failed(request_id=state.request_id, error=NeedsPrefill("the prefix could not be borrowed"))]
+        return self._place(state)
 
     def _run_when_ready(self, state: RequestState) -> None:
         if state.is_received and state.generated:
@@ -226,7 +262,7 @@ class Scheduler:
         """Make room for the known tokens, preempting younger requests if need be; False when it must wait itself."""
         while True:
             try:
-                self._cache.extend(self._table(state), len(state.tokens))
+                self._blocks.grow(state)
             except OutOfBlocks:
                 victim = self._places.youngest()
                 if victim is None:
@@ -239,47 +275,18 @@ class Scheduler:
 
     def _preempt(self, state: RequestState) -> None:
         del self._places.running[state.key]
-        self._drop(state)
+        self._blocks.drop(state)
         state.num_computed = 0
         state.totals.was_preempted = True
         self._places.wait(state)
         self._counters[WorkerCounter.PREEMPTIONS] += 1
 
-    def _chunk(self, state: RequestState, budget: int) -> int:
-        size = min(state.gap, budget, self._limits.max_chunk_tokens)
-        if size == state.gap:
-            return size
-        # A chunk that ends on a block boundary makes whole blocks ready for a reader.
-        aligned = (state.num_computed + size) // self._limits.block_size * self._limits.block_size
-        return max(0, aligned - state.num_computed)
-
-    def _row(self, state: RequestState, size: int) -> Row:
-        start, end = state.num_computed, state.num_computed + size
-        needs_sample = end == len(state.tokens)
-        wants_targets = state.wants_prompt_logprobs
-        return Row(
-            request_id=state.request_id,
-            token_ids=tuple(state.tokens[start:end]),
-            start=start,
-            block_ids=self._cache.block_ids(self._table(state)),
-            sampling=state.sampling if needs_sample else None,
-            choices=state.next_choices if needs_sample else (state.choice,),
-            prompt=state.request.prompt_token_ids,
-            generated=state.generated,
-            matcher=state.matcher,
-            targets=tuple(state.tokens[start + 1 : end + 1]) if wants_targets else (),
-            num_prompt_logprobs=(state.sampling.prompt_logprobs or 0) if wants_targets else 0,
-        )
-
     # Results
 
     def _commit_row(self, state: RequestState, row: Row, result: RowResult, now_s: float) -> list[EngineEvent]:
-        self._counters[WorkerCounter.PROMPT_TOKENS_COMPUTED] += state.advance(len(row.token_ids))
-        self._extend_keys(state)
-        self._cache.mark_valid(self._table(state), state.num_computed, state.keys)
+        self._counters[WorkerCounter.PROMPT_TOKENS_COMPUTED] += self._blocks.compute(state, len(row.token_ids))
         self._place_siblings(state)
-        if state.part is not Part.PREFILL:
-            self._cache.slide(self._table(state), state.num_computed)
+        self._blocks.slide(state)
         state.prompt_logprobs.extend(result.prompt_logprobs)
         if result.samples:
             return self._commit_samples(state, dict(zip(row.choices, result.samples, strict=True)), now_s)
@@ -295,9 +302,9 @@ class Scheduler:
         del self._places.running[state.key]
         if state.part is Part.PREFILL:
             return self._end_prefill(state, samples)
-        forks = [self._fork(state, choice) for choice in samples if choice != state.choice]
+        forks = [self._blocks.fork(state, choice) for choice in samples if choice != state.choice]
         for branch in forks:
-            self._share(state, branch)
+            self._blocks.share(state, branch)
         events: list[EngineEvent] = []
         try:
             for branch in (state, *forks):
@@ -305,7 +312,7 @@ class Scheduler:
         except ServingError as error:
             # A grammar gave up; the other requests of the step go on.
             for branch in (state, *forks):
-                self._drop(branch)
+                self._blocks.drop(branch)
             self.abort(state.request_id)
             return [Failed(request_id=state.request_id, error=error)]
         return events
@@ -316,7 +323,7 @@ class Scheduler:
         if event.finish_reason is None:
             self._go_on(branch)
             return [event]
-        self._drop(branch)
+        self._blocks.drop(branch)
         branch.totals.num_live -= 1
         return [event] if branch.totals.num_live else [_work_done(branch), event]
 
@@ -330,25 +337,13 @@ class Scheduler:
             try:
                 events.append(branch.accept(sample))
             except ServingError as error:
-                self._drop(state)
+                self._blocks.drop(state)
                 return [Failed(request_id=state.request_id, error=error)]
         if any(event.finish_reason is None for event in events):
             self._places.held[state.request_id] = state
         else:
-            self._drop(state)
+            self._blocks.drop(state)
         return [*events[:-1], _work_done(state, is_held=state.request_id in self._places.held), events[-1]]
-
-    def _fork(self, state: RequestState, choice: int) -> RequestState:
-        return state.fork(choice, state.num_prompt // self._limits.block_size)
-
-    def _share(self, state: RequestState, branch: RequestState) -> None:
-        """Give a choice the prompt's blocks of another; it gets none when there is no room for a copy."""
-        try:
-            branch.table, copies = self._cache.fork(self._table(state), state.num_prompt)
-        except OutOfBlocks:
-            return
-        self._copies.extend(copies)
-        branch.num_computed = state.num_prompt
 
     def _go_on(self, state: RequestState) -> None:
         """Let a choice run, or wait for blocks when it has none."""
@@ -366,21 +361,9 @@ class Scheduler:
             return
         for sibling in state.siblings:
             sibling.is_received = True
-            self._share(state, sibling)
+            self._blocks.share(state, sibling)
             self._go_on(sibling)
         state.siblings.clear()
-
-    def _extend_keys(self, state: RequestState) -> None:
-        size = self._limits.block_size
-        full = state.num_computed // size
-        if full > len(state.keys):
-            new = state.tokens[len(state.keys) * size : full * size]
-            state.keys.extend(block_keys(state.keys[-1] if state.keys else state.root, new, size))
-
-    def _drop(self, state: RequestState) -> None:
-        if state.table is not None:
-            self._cache.drop(state.table)
-            state.table = None
 
 
 def _work_done(state: RequestState, *, is_held: bool = False) -> WorkDone:

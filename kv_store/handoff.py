@@ -6,12 +6,12 @@ generation that its reader opened still stand. Blocks are given back after Close
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from kv_store.lease import Lease
 from messages.errors import HandoffError, HandoffStale, HandoffUnknown, LayoutMismatch
-from messages.handoff import BlockRef, Handoff, HandoffId, OpenReply
+from messages.handoff import BlockId, BlockRef, CloseReply, Handoff, HandoffId, OpenReply
 from messages.requests import RequestId
 
 BlockGroups = tuple[tuple[BlockRef | None, ...], ...]
@@ -36,8 +36,8 @@ class HandoffOwner(Protocol):
         """Extend the lease; False when this generation is over."""
         ...
 
-    async def close(self, handoff: Handoff, generation: int) -> bool:
-        """End the read; True when everything read under `generation` is valid."""
+    async def close(self, handoff: Handoff, generation: int) -> CloseReply:
+        """End the read: is everything read under `generation` valid, and which digests do its blocks have."""
         ...
 
     async def release(self, handoff: Handoff, reason: str) -> None:
@@ -52,7 +52,11 @@ class _Entry:
     lease: Lease
     generation: int = 0
     """The last one opened; 0 before the first Open."""
-    reader_id: str = ""
+    attempt_id: str = ""
+    """The Open that gave the generation."""
+    opened: BlockGroups = ()
+    superseded: set[str] = field(default_factory=set)
+    """Attempts that a later one has replaced."""
 
 
 class HandoffTable:
@@ -65,12 +69,16 @@ class HandoffTable:
         self.incarnation = incarnation
         self.lease_s = lease_s
         self._address = address
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._entries: dict[HandoffId, _Entry] = {}
         self._held: set[RequestId] = set()
         self._generation = 0
         self._fenced: list[RequestId] = []
         self._freed: list[RequestId] = []
+        self.num_extended = 0
+        """Heartbeats that extended a lease."""
+        self.num_late = 0
+        """Messages of generations, attempts and hand-offs that were over; each was refused."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -101,7 +109,7 @@ class HandoffTable:
             worker_id=self.worker_id,
             incarnation=self.incarnation,
             address=self._address,
-            fingerprint=self._fingerprint,
+            fingerprint=self.fingerprint,
             num_tokens=num_tokens,
             groups=groups,
             lease_s=self.lease_s,
@@ -111,7 +119,7 @@ class HandoffTable:
         self,
         handoff_id: HandoffId,
         *,
-        reader_id: str,
+        attempt_id: str,
         incarnation: str,
         fingerprint: str,
         groups: BlockGroups,
@@ -119,9 +127,11 @@ class HandoffTable:
     ) -> int:
         """Pin the wanted blocks under a new generation; one that was open before is superseded.
 
+        The same attempt again gets the generation that it has.
+
         Args:
             handoff_id: Which hand-off.
-            reader_id: Who reads, for logs.
+            attempt_id: Unique per attempt to read; tells a message that came twice from a second attempt.
             incarnation: Life of this worker that made the hand-off.
             fingerprint: Layout of the reader.
             groups: The blocks to be read, in place; None where none is wanted.
@@ -129,21 +139,28 @@ class HandoffTable:
 
         Raises:
             HandoffUnknown: Never granted, released, closed or expired.
-            HandoffStale: Another incarnation, block id or key.
+            HandoffStale: Another incarnation, block id or key, or a later attempt has opened.
             LayoutMismatch: Another layout.
         """
         if incarnation != self.incarnation:
             raise HandoffStale("another life of the owner made this hand-off", handoff_id=handoff_id)
-        if fingerprint != self._fingerprint:
+        if fingerprint != self.fingerprint:
             raise LayoutMismatch("the reader lays KV out differently", handoff_id=handoff_id)
         entry = self._live(handoff_id, now_s)
         if entry is None:
+            self.num_late += 1
             raise HandoffUnknown("no such hand-off", handoff_id=handoff_id)
+        if attempt_id in entry.superseded:
+            self.num_late += 1
+            raise HandoffStale("a later attempt reads these blocks", handoff_id=handoff_id)
         _check_offered(entry.groups, groups, handoff_id)
-        self._generation += 1
-        entry.generation = self._generation
-        entry.reader_id = reader_id
         entry.lease = entry.lease.renewed(now_s)
+        if entry.generation and entry.attempt_id == attempt_id:
+            return entry.generation
+        self._generation += 1
+        if entry.generation:
+            entry.superseded.add(entry.attempt_id)
+        entry.generation, entry.attempt_id, entry.opened = self._generation, attempt_id, groups
         return entry.generation
 
     def heartbeat(self, handoff_id: HandoffId, incarnation: str, generation: int, now_s: float) -> bool:
@@ -152,7 +169,18 @@ class HandoffTable:
         if entry is None:
             return False
         entry.lease = entry.lease.extended(now_s)
+        self.num_extended += 1
         return True
+
+    def opened_blocks(
+        self, handoff_id: HandoffId, incarnation: str, generation: int, now_s: float
+    ) -> list[tuple[int, BlockId]]:
+        """Give group and id of each block that is pinned under `generation`; empty when that is over."""
+        entry = self._entries.get(handoff_id)
+        is_this_one = incarnation == self.incarnation and entry is not None and generation == entry.generation > 0
+        if entry is None or not is_this_one or entry.lease.is_over(now_s):
+            return []
+        return [(group, ref.block_id) for group, refs in enumerate(entry.opened) for ref in refs if ref is not None]
 
     def close(self, handoff_id: HandoffId, incarnation: str, generation: int, now_s: float) -> bool:
         """End a read and free its blocks; True when everything read under `generation` is valid."""
@@ -164,6 +192,7 @@ class HandoffTable:
     def release(self, handoff_id: HandoffId, incarnation: str, now_s: float) -> bool:
         """Free a hand-off's blocks at once, in whatever state; False when it was over already."""
         if incarnation != self.incarnation or self._live(handoff_id, now_s) is None:
+            self.num_late += 1
             return False
         self._free(handoff_id)
         return True
@@ -186,7 +215,10 @@ class HandoffTable:
 
     def _opened(self, handoff_id: HandoffId, incarnation: str, generation: int, now_s: float) -> _Entry | None:
         entry = self._live(handoff_id, now_s) if incarnation == self.incarnation else None
-        return entry if entry is not None and generation == entry.generation > 0 else None
+        if entry is not None and generation == entry.generation > 0:
+            return entry
+        self.num_late += 1
+        return None
 
     def _live(self, handoff_id: HandoffId, now_s: float) -> _Entry | None:
         entry = self._entries.get(handoff_id)

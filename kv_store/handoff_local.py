@@ -1,11 +1,13 @@
 """A hand-off owner in the reader's own process: the table and a transport, without a network between."""
 
 import logging
+import uuid
 from collections.abc import Callable
 
 from kv_store.handoff import BlockGroups, HandoffTable
+from kv_store.handoff_close import DigestBlock, close_with_digests
 from kv_store.transfer.protocol import BlockTransport
-from messages.handoff import Handoff, OpenReply
+from messages.handoff import CloseReply, Handoff, OpenReply
 
 log = logging.getLogger(__name__)
 
@@ -19,19 +21,19 @@ class LocalHandoffOwner:
         transport: BlockTransport,
         group_offsets: tuple[int, ...],
         clock: Callable[[], float],
-        reader_id: str = "local",
+        digest: DigestBlock | None = None,
     ) -> None:
         self._table = table
         self._transport = transport
         self._group_offsets = group_offsets
         self._clock = clock
-        self._reader_id = reader_id
+        self._digest = digest
 
     async def open(self, handoff: Handoff, groups: BlockGroups) -> OpenReply:
         """See `HandoffOwner.open`."""
         generation = self._table.open(
             handoff.handoff_id,
-            reader_id=self._reader_id,
+            attempt_id=uuid.uuid4().hex,
             incarnation=handoff.incarnation,
             fingerprint=handoff.fingerprint,
             groups=groups,
@@ -49,9 +51,11 @@ class LocalHandoffOwner:
         """See `HandoffOwner.heartbeat`."""
         return self._table.heartbeat(handoff.handoff_id, handoff.incarnation, generation, self._clock())
 
-    async def close(self, handoff: Handoff, generation: int) -> bool:
+    async def close(self, handoff: Handoff, generation: int) -> CloseReply:
         """See `HandoffOwner.close`."""
-        return self._table.close(handoff.handoff_id, handoff.incarnation, generation, self._clock())
+        return await close_with_digests(
+            self._table, handoff.handoff_id, handoff.incarnation, generation, clock=self._clock, digest=self._digest
+        )
 
     async def release(self, handoff: Handoff, reason: str) -> None:
         """See `HandoffOwner.release`."""

@@ -1,18 +1,19 @@
 """The reader's side of one hand-off: Open, one-sided reads as blocks become complete, Close.
 
-What was read is worth nothing before Close has answered "valid", and a destination that a failed read may still
-write is not given back before it is quiet.
+What was read is worth nothing before Close has answered "valid" (and its digests agree, where they are taken), and a
+destination that a failed read may still write is not given back before it is quiet.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from kv_store.handoff import BlockGroups, HandoffOwner
+from kv_store.handoff_close import DigestBlock
 from kv_store.lease import heartbeat_period_s
 from kv_store.transfer.protocol import BlockTransport, ByteRange, destination_free
 from messages.errors import HandoffError, HandoffStale, TransferError
@@ -34,16 +35,23 @@ class ArenaGeometry:
     """Size of one block of each KV group; the same at the owner, by fingerprint."""
     block_size: int
     """Tokens per block."""
+    digest: DigestBlock | None = None
+    """Digests a block here, in a thread, to be compared with the owner's; None: nothing is compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadStats:
-    """What one hand-off moved."""
+    """What one hand-off moved, and how much of it may be used."""
 
     blocks: int
     size_bytes: int
     seconds: float
     """Sum of the durations of the reads."""
+    good_tokens: int
+    """Leading prompt tokens all of whose wanted blocks were read, verified and declared valid by the owner: whole
+    blocks, or the whole prompt."""
+    digest_mismatches: int = 0
+    """Blocks whose bytes differ from what the owner holds."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -52,12 +60,15 @@ class _Wanted:
     """The block may be read when this many prompt tokens have their KV."""
     group: int
     index: int
-    remote_id: int
-    local_id: int
+    remote_id: BlockId
+    local_id: BlockId
 
 
 class HandoffReader:
-    """Reads one hand-off once; after `close` or `abandon` it holds nothing, here or at the owner.
+    """Reads one hand-off once; after `close` or `abandon` it holds nothing at the owner.
+
+    After a read that failed, `close` says how much of what came before it may be used; `abandon` then waits until the
+    destinations of the failed read are quiet.
 
     Args:
         handoff: What the owner offers.
@@ -66,6 +77,9 @@ class HandoffReader:
         geometry: Where blocks lie here.
         local_groups: Where each block goes.
         read_deadline_s: Limit of each `read_through`.
+
+    Raises:
+        HandoffError: The two sides have different KV groups, or the owner offers fewer blocks than the prompt has.
     """
 
     def __init__(
@@ -83,12 +97,16 @@ class HandoffReader:
         self._geometry = geometry
         self._read_deadline_s = read_deadline_s
         self._wanted = _wanted_blocks(handoff, local_groups, geometry.block_size)
+        self._asked = tuple(self._wanted)
+        self._read: dict[_Wanted, int | None] = {}
+        """Blocks whose bytes have all arrived, with their digests."""
+        self._first_hole = _first_hole(handoff, local_groups, geometry.block_size)
         self._reply: OpenReply | None = None
         self._heart: asyncio.Task[None] | None = None
-        self._is_stale = False
+        self._is_fenced = False
+        self._has_failed = False
         self._is_over = False
         self._busy: list[asyncio.Future[None]] = []
-        self._blocks = 0
         self._size_bytes = 0
         self._seconds = 0.0
 
@@ -101,6 +119,11 @@ class HandoffReader:
     ) -> None:
         if not self._is_over:
             await asyncio.shield(self.abandon())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the owner has been told that nothing more is read, or a try to tell it has failed."""
+        return self._is_over
 
     def is_quiet(self) -> bool:
         """Whether no failed read can write into a destination any more."""
@@ -125,10 +148,12 @@ class HandoffReader:
         """Read every wanted block that lies within the first `complete_tokens` tokens and was not read before.
 
         Raises:
-            HandoffStale: The owner has ended the lease.
+            HandoffStale: The owner has ended the lease, or a read has failed before.
             TransferError: The read failed; `abandon` waits until the destinations are quiet.
         """
         reply = self._opened()
+        if self._has_failed:
+            raise HandoffStale("a read of this hand-off has failed", handoff_id=self._handoff.handoff_id)
         ready = [block for block in self._wanted if block.last_token <= complete_tokens]
         if not ready:
             return
@@ -139,32 +164,40 @@ class HandoffReader:
                 reply.agent_name, self._ranges(ready, reply), deadline_s=self._read_deadline_s
             )
         except (TransferError, asyncio.CancelledError) as error:
-            self._is_stale = True
+            self._has_failed = True
             quiet = destination_free(error)
             if quiet is not None:
                 self._busy.append(quiet)
             raise
         self._seconds += time.monotonic() - started_s
         self._size_bytes += size_bytes
-        self._blocks += len(ready)
+        self._read.update(zip(ready, await self._digests(ready), strict=True))
 
     async def close(self) -> ReadStats:
-        """Ask whether everything that was read is valid; only then may it be committed.
+        """Ask whether what was read is valid; only what the answer calls good may be committed.
 
         Raises:
-            HandoffStale: It is not, or a read has failed before; the destinations hold nothing of worth.
-            HandoffError: Wanted blocks have not been read.
+            HandoffStale: It is not; the destinations hold nothing of worth.
+            HandoffError: Wanted blocks have not been read and no read has failed, or the owner takes no digests.
             PeerUnreachable: The owner does not answer.
         """
         reply = self._opened()
-        if self._wanted:
+        if self._wanted and not self._has_failed:
             raise HandoffError("closed before everything was read", num_unread=len(self._wanted))
-        is_valid = await self._owner.close(self._handoff, reply.generation)
+        answer = await self._owner.close(self._handoff, reply.generation)
         self._is_over = True
         await self._stop_heart()
-        if not is_valid:
+        if not answer.is_valid:
             raise HandoffStale("the lease ended before the read did", handoff_id=self._handoff.handoff_id)
-        return ReadStats(blocks=self._blocks, size_bytes=self._size_bytes, seconds=self._seconds)
+        changed = self._changed_blocks(answer.digests)
+        bad = [block for block in self._asked if block not in self._read or block in changed]
+        return ReadStats(
+            blocks=len(self._read),
+            size_bytes=self._size_bytes,
+            seconds=self._seconds,
+            good_tokens=self._tokens_before(bad),
+            digest_mismatches=len(changed),
+        )
 
     async def abandon(self, reason: str = "aborted") -> None:
         """Give the hand-off up from any state; returns when the owner was told and destinations are quiet.
@@ -186,13 +219,36 @@ class HandoffReader:
     def _opened(self) -> OpenReply:
         if self._reply is None:
             raise HandoffError("the hand-off is not open", handoff_id=self._handoff.handoff_id)
-        if self._is_stale or self._is_over:
+        if self._is_fenced or self._is_over:
             raise HandoffStale("the hand-off is over", handoff_id=self._handoff.handoff_id)
         return self._reply
 
+    async def _digests(self, blocks: list[_Wanted]) -> list[int | None]:
+        digest = self._geometry.digest
+        if digest is None:
+            return [None] * len(blocks)
+        return await asyncio.to_thread(lambda: [digest(block.group, block.local_id) for block in blocks])
+
+    def _changed_blocks(self, digests: Sequence[int]) -> set[_Wanted]:
+        """Blocks that arrived with other bytes than the owner holds."""
+        if self._geometry.digest is None:
+            return set()
+        opened = sorted(self._asked, key=_place)
+        if len(digests) != len(opened):
+            raise HandoffError("the owner takes no digests of its blocks", handoff_id=self._handoff.handoff_id)
+        theirs = zip(opened, digests, strict=True)
+        return {block for block, digest in theirs if self._read.get(block, digest) != digest}
+
+    def _tokens_before(self, bad: Sequence[_Wanted]) -> int:
+        if not bad:
+            return self._handoff.num_tokens
+        # A window that ends earlier may need what the owner has no block for any more.
+        first = min(*(block.index for block in bad), self._first_hole)
+        return first * self._geometry.block_size
+
     def _ranges(self, blocks: Iterable[_Wanted], reply: OpenReply) -> list[ByteRange]:
         ranges: list[ByteRange] = []
-        for block in sorted(blocks, key=lambda block: (block.group, block.index)):
+        for block in sorted(blocks, key=_place):
             size = self._geometry.block_bytes[block.group]
             remote = reply.group_offsets[block.group] + block.remote_id * size
             local = self._geometry.group_offsets[block.group] + block.local_id * size
@@ -204,10 +260,10 @@ class HandoffReader:
         return ranges
 
     async def _beat(self, reply: OpenReply) -> None:
-        while not self._is_stale:
+        while not self._is_fenced:
             await asyncio.sleep(heartbeat_period_s(reply.lease_s))
             try:
-                self._is_stale = not await self._owner.heartbeat(self._handoff, reply.generation) or self._is_stale
+                self._is_fenced = not await self._owner.heartbeat(self._handoff, reply.generation)
             except TransferError as error:
                 # One lost heartbeat means nothing; when the lease runs out, Close says so.
                 log.info("handoff.heartbeat_failed handoff_id=%s error=%s", self._handoff.handoff_id, error)
@@ -218,16 +274,36 @@ class HandoffReader:
             await asyncio.wait([self._heart])
 
 
+def _place(block: _Wanted) -> tuple[int, int]:
+    return block.group, block.index
+
+
 def _wanted_blocks(handoff: Handoff, local_groups: LocalGroups, block_size: int) -> list[_Wanted]:
     if len(local_groups) != len(handoff.groups):
         raise HandoffError("the two sides have different KV groups", handoff_id=handoff.handoff_id)
-    # What lies beyond the prompt or beyond one side's end is room for later tokens; a hole at the owner stays one here.
+    # What lies beyond the prompt is room for later tokens; a hole at the owner stays one here.
+    num_blocks = -(-handoff.num_tokens // block_size)
+    for refs, local_ids in zip(handoff.groups, local_groups, strict=True):
+        if any(local_id is not None for local_id in local_ids[len(refs) : num_blocks]):
+            raise HandoffError("the owner offers fewer blocks than the prompt has", handoff_id=handoff.handoff_id)
     return [
         _Wanted(min((index + 1) * block_size, handoff.num_tokens), group, index, ref.block_id, local_id)
         for group, (refs, local_ids) in enumerate(zip(handoff.groups, local_groups, strict=True))
-        for index, (ref, local_id) in enumerate(zip(refs, local_ids, strict=False))
-        if ref is not None and local_id is not None and index * block_size < handoff.num_tokens
+        for index, (ref, local_id) in enumerate(zip(refs, local_ids[:num_blocks], strict=False))
+        if ref is not None and local_id is not None
     ]
+
+
+def _first_hole(handoff: Handoff, local_groups: LocalGroups, block_size: int) -> int:
+    """First logical block that is wanted here and that the owner has no block for; the prompt's end without one."""
+    num_blocks = -(-handoff.num_tokens // block_size)
+    holes = [
+        index
+        for refs, local_ids in zip(handoff.groups, local_groups, strict=True)
+        for index, (ref, local_id) in enumerate(zip(refs, local_ids, strict=False))
+        if ref is None and local_id is not None
+    ]
+    return min([*holes, num_blocks])
 
 
 def _offered_and_wanted(handoff: Handoff, wanted: Iterable[_Wanted]) -> BlockGroups:

@@ -53,6 +53,11 @@ class LocalCache:
         self._full_indexes = [group.index for group in self._groups if not group.index.has_window]
         self._window_indexes = [group.index for group in self._groups if group.index.has_window]
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether a group sees only its last tokens, so that a shorter prefix needs other blocks."""
+        return bool(self._window_indexes)
+
     def match(self, keys: Sequence[BlockKey], num_tokens: int) -> int:
         """Give the number of leading tokens whose KV is at hand in all groups. No side effects.
 

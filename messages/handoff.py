@@ -48,3 +48,13 @@ class OpenReply:
     group_offsets: tuple[int, ...]
     """Byte offset of each KV group's block 0 in the owner's registered arena."""
     lease_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseReply:
+    """The owner's answer to Close."""
+
+    is_valid: bool
+    """Everything that was read under the generation is what the owner offered."""
+    digests: tuple[int, ...] = ()
+    """Of the blocks that were opened, group after group in order; empty when the owner computes none."""

@@ -66,3 +66,7 @@ class Provenance:
     """Sum of the durations of the reads."""
     exposed_s: float = 0.0
     """Time between token 1 being known to the decode worker and its KV being committed there."""
+    reused_from: tuple[str, ...] = ()
+    """Workers that lent a prefix to the one that computed the prompt, in the order of the blocks."""
+    reused_tokens: int = 0
+    """Prompt tokens that were borrowed so, not computed."""

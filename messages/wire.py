@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from messages import errors
 from messages.handoff import BlockId, BlockKey, BlockRef, Handoff, HandoffId, OpenReply
 from messages.requests import Adapter, GenerationRequest, Grammar, GrammarKind, RequestId, SamplingParams
+from messages.reuse import PrefixSource, ReuseOffer
 from messages.tokens import FinishReason, TokenEvent, TokenLogprob
 from messages.v1 import worker_pb2 as pb
 
@@ -126,6 +127,38 @@ def groups_from_wire(groups: Iterable[pb.GroupBlocks]) -> BlockGroups:
             for ref in group.blocks
         )
         for group in groups
+    )
+
+
+def reuse_to_wire(offer: ReuseOffer) -> pb.ReuseOffer:
+    """Field by field."""
+    return pb.ReuseOffer(
+        sources=[
+            pb.PrefixSource(
+                worker_id=source.worker_id,
+                incarnation=source.incarnation,
+                address=source.address,
+                num_blocks=source.num_blocks,
+            )
+            for source in offer.sources
+        ],
+        min_tokens=offer.min_tokens,
+    )
+
+
+def reuse_from_wire(message: pb.ReuseOffer) -> ReuseOffer:
+    """The inverse of `reuse_to_wire`."""
+    return ReuseOffer(
+        sources=tuple(
+            PrefixSource(
+                worker_id=source.worker_id,
+                incarnation=source.incarnation,
+                address=source.address,
+                num_blocks=source.num_blocks,
+            )
+            for source in message.sources
+        ),
+        min_tokens=message.min_tokens,
     )
 
 

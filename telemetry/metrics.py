@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+REGISTRY_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
 class WorkerCounter(StrEnum):
@@ -20,6 +21,7 @@ class WorkerCounter(StrEnum):
 
     PROMPT_TOKENS_COMPUTED = "prompt_tokens_computed_total"
     PROMPT_TOKENS_LOCAL_CACHE = "prompt_tokens_local_cache_total"
+    PROMPT_TOKENS_REMOTE_CACHE = "prompt_tokens_remote_cache_total"
     PROMPT_TOKENS_TRANSFERRED = "prompt_tokens_transferred_total"
     GENERATION_TOKENS = "generation_tokens_total"
     PREEMPTIONS = "preemptions_total"
@@ -30,11 +32,29 @@ class WorkerCounter(StrEnum):
     TRANSFER_BLOCKS = "transfer_blocks_total"
     TRANSFER_SECONDS = "transfer_seconds_total"
     TRANSFER_FAILURES = "transfer_failures_total"
+    REUSE_PULLS = "reuse_pulls_total"
+    REUSE_FAILURES = "reuse_failures_total"
+    LENDS = "lends_total"
+    LENDS_REFUSED = "lends_refused_total"
+    HANDSHAKE_FAILURES = "handshake_failures_total"
+    DIGEST_MISMATCHES = "digest_mismatch_total"
     RECOMPUTED_TOKENS = "transfer_recomputed_tokens_total"
     LEASES_GRANTED = "lease_granted_total"
+    LEASES_EXTENDED = "lease_extended_total"
     LEASES_EXPIRED = "lease_expired_total"
+    LATE_MESSAGES = "late_messages_rejected_total"
     REGISTRY_ERRORS = "registry_errors_total"
+    REGISTRY_RESYNCS = "registry_resyncs_total"
+    REGISTRY_GAPS = "registry_event_seq_gaps_total"
+    REGISTRY_EPOCH_CHANGES = "registry_epoch_changes_total"
     ABORTS = "aborts_total"
+
+
+class WorkerGauge(StrEnum):
+    """Values of a worker that go up and down; names as those of the counters, `kvferry_worker_` on the page."""
+
+    REGISTRY_DEGRADED = "registry_degraded"
+    PUBLISH_QUEUE_DEPTH = "publish_queue_depth"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +81,7 @@ class WorkerSample:
     handoffs: int = 0
     queued_prefill_tokens: int = 0
     counters: Mapping[str, float] = field(default_factory=dict)
+    """By the names of WorkerCounter and WorkerGauge."""
 
 
 class WorkerSamples(Protocol):
@@ -97,6 +118,13 @@ class WorkerCollector:
             )
             for name in WorkerCounter
         }
+        reported = {
+            name: GaugeMetricFamily(f"kvferry_worker_{name}", text, labels=labels)
+            for name, text in (
+                (WorkerGauge.REGISTRY_DEGRADED, "1 while a shard of the registry does not answer the worker."),
+                (WorkerGauge.PUBLISH_QUEUE_DEPTH, "Statements about blocks that wait for the registry."),
+            )
+        }
         for sample in samples:
             base = [sample.worker_id, sample.pool, sample.role]
             for group in sample.groups:
@@ -106,9 +134,39 @@ class WorkerCollector:
                 family.add_metric(base, getattr(sample, name))
             for counter, counter_family in counters.items():
                 counter_family.add_metric(base, sample.counters.get(counter, 0.0))
+            for gauge, gauge_family in reported.items():
+                gauge_family.add_metric(base, sample.counters.get(gauge, 0.0))
         yield blocks
         yield from gauges.values()
+        yield from reported.values()
         yield from counters.values()
+
+
+class RegistryMetrics:
+    """What a gateway sees of the registry; made before the registry, shown by `register`."""
+
+    def __init__(self) -> None:
+        self.errors = Counter(
+            "kvferry_gateway_registry_errors",
+            "Commands that a shard did not carry out.",
+            ["shard", "operation", "reason"],
+            registry=None,
+        )
+        self.seconds = Histogram(
+            "kvferry_registry_seconds",
+            "Time of one pipeline.",
+            ["shard", "operation"],
+            registry=None,
+            buckets=REGISTRY_BUCKETS,
+        )
+        self.degraded = Gauge(
+            "kvferry_registry_degraded", "1 while a shard of the registry does not answer.", registry=None
+        )
+
+    def register(self, registry: CollectorRegistry) -> None:
+        """Show these metrics on the page of `registry`."""
+        for metric in (self.errors, self.seconds, self.degraded):
+            registry.register(metric)
 
 
 class GatewayMetrics:
@@ -125,6 +183,12 @@ class GatewayMetrics:
             "kvferry_router_decisions",
             "Where prompts were computed.",
             ["prefill", "prompt_class"],
+            registry=self.registry,
+        )
+        self.reuse_decisions = Counter(
+            "kvferry_router_reuse",
+            "What was decided about prefixes that another worker holds: nothing held, compute, or fetch.",
+            ["verdict"],
             registry=self.registry,
         )
         self.ttft = Histogram(

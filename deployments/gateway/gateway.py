@@ -6,16 +6,22 @@ from pathlib import Path
 from typing import Any, Self
 
 from cluster.pools import PoolSpec
+from cluster.reuse import ReuseRules
 from cluster.routing import RoutingRules
-from deployments.config import AppConfig, parse_config
+from deployments.config import AppConfig, faults, parse_config
+from deployments.config_kv import ReuseConfig
 from deployments.gateway.listeners import Listeners
 from deployments.gateway.text_service import TextService
+from deployments.registry_client import hooks_into, make_registry, tend
 from deployments.router import Router
 from deployments.worker_links import WorkerLinks
 from engine.tokenizer import Tokenizer
-from kv_store.registry.redis import RedisRegistry
+from kv_store.registry_faults import with_faults
 from messages.errors import ServingError
-from telemetry.metrics import GatewayMetrics
+from telemetry.metrics import GatewayMetrics, RegistryMetrics
+
+_SILENT_LEASES = 2
+"""A worker that has said nothing for so many leases is lost, whatever its sockets look like."""
 
 
 class GatewayRuntime:
@@ -34,12 +40,17 @@ class GatewayRuntime:
     async def _open(self, exits: AsyncExitStack) -> None:
         config = self._config
         tokenizer = await asyncio.to_thread(Tokenizer.load, Path(config.model.source))
-        registry = await exits.enter_async_context(RedisRegistry(config.registry.urls, config.registry.namespace))
-        links = WorkerLinks(registry)
+        seen = RegistryMetrics()
+        redis = await exits.enter_async_context(make_registry(config.registry, hooks_into(seen)))
+        seen.degraded.set_function(lambda: float(redis.num_silent > 0))
+        registry = with_faults(redis, faults())
+        self.links = links = WorkerLinks(registry, _SILENT_LEASES * config.registry.lease_s)
         metrics = GatewayMetrics(links)
+        seen.register(metrics.registry)
         router = Router(links, registry, routing_rules(config), metrics, config.limits.max_buffered_events)
         self.service = TextService(config.model.name, tokenizer, router, metrics, config.limits)
         self._watch = asyncio.create_task(links.watch(), name="worker-links")
+        self._tend = asyncio.create_task(tend(registry), name="registry-tend")
         exits.push_async_callback(self._stop_watching)
         gateway = config.gateway
         self.listeners = await exits.enter_async_context(
@@ -54,16 +65,19 @@ class GatewayRuntime:
 
     async def _stop_watching(self) -> None:
         self._watch.cancel()
-        await asyncio.gather(self._watch, return_exceptions=True)
+        self._tend.cancel()
+        await asyncio.gather(self._watch, self._tend, return_exceptions=True)
 
     def check(self) -> None:
         """Say whether this gateway is fit to go on.
 
         Raises:
-            ServingError: It follows the workers no longer.
+            ServingError: A task of it has stopped.
         """
         if self._watch.done():
             raise ServingError("the gateway has stopped following the workers")
+        if self._tend.done():
+            raise ServingError("the gateway has stopped tending the registry")
 
 
 class Gateway:
@@ -93,4 +107,15 @@ def routing_rules(config: AppConfig) -> RoutingRules:
         pools=tuple(pools),
         local_prefill_max_tokens=config.local_prefill_max_tokens,
         long_prefill_tokens=config.routing.long_prefill_tokens,
+        reuse=_reuse_rules(config.reuse) if config.reuse.enabled else None,
+    )
+
+
+def _reuse_rules(settings: ReuseConfig) -> ReuseRules:
+    return ReuseRules(
+        min_tokens=settings.min_tokens,
+        assumed_prefill_tokens_s=settings.assumed_prefill_tokens_s,
+        assumed_transfer_bytes_s=settings.assumed_transfer_gb_s * 1e9,
+        overhead_s=settings.overhead_ms / 1e3,
+        margin=settings.margin,
     )

@@ -174,6 +174,8 @@ def _summary_message(summary: Summary) -> inference_pb2.Summary:
             bytes_moved=provenance.bytes_moved,
             transfer_seconds=provenance.transfer_s,
             exposed_seconds=provenance.exposed_s,
+            reused_from=provenance.reused_from,
+            reused_tokens=provenance.reused_tokens,
         ),
         timings=inference_pb2.Timings(first_token_seconds=summary.first_token_s, total_seconds=summary.total_s),
     )

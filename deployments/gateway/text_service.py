@@ -1,7 +1,6 @@
 """The service behind the doors: tokenize once, route, turn tokens into text, count, and end exactly once."""
 
 import asyncio
-import hashlib
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -14,6 +13,7 @@ from deployments.gateway.sampling import check_ids, make_sampling
 from deployments.service import ChatTurn, Chunk, GenerationSpec, ModelCard, Summary
 from deployments.streaming import TextAnswer
 from engine.tokenizer import Tokenizer
+from kv_store.block_key import tenant_salt
 from messages.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Overloaded, ServingError, Unavailable
 from messages.requests import GenerationRequest, RequestId, SamplingParams
 from messages.tokens import Provenance, TokenEvent, Usage
@@ -129,7 +129,7 @@ class TextService:
             model=self._model,
             prompt_token_ids=token_ids,
             sampling=sampling,
-            salt=_salt(spec.tenant),
+            salt=tenant_salt(spec.tenant),
             timeout_s=min(spec.timeout_s or self._limits.request_timeout_s, self._limits.request_timeout_s),
             priority=spec.priority,
         )
@@ -200,10 +200,6 @@ class TextService:
                 except TimeoutError:
                     raise DeadlineExceeded("the request's time is over", timeout_s=timeout_s) from None
                 yield event
-
-
-def _salt(tenant: str) -> bytes:
-    return hashlib.sha256(b"kvferry-tenant-v1\0" + tenant.encode()).digest() if tenant else b""
 
 
 def _template_turn(turn: ChatTurn) -> dict[str, str]:

@@ -6,17 +6,42 @@ its Submit or Prepare until its last event is sent and, for a prefill, until its
 
 import asyncio
 import logging
-import time
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
-from deployments.worker.entries import Entry, Grammars, Outbox, WorkerIdentity, work_done_message
+from deployments.worker.borrow import Lenders
+from deployments.worker.entries import (
+    DeskRules,
+    Entry,
+    Grammars,
+    Outbox,
+    WorkerIdentity,
+    failed_message,
+    load_message,
+    work_done_message,
+)
 from deployments.worker.link import GatewaySession
-from deployments.worker.pull import MakeReader, Pull
-from engine.events import Accepted, Allocated, EngineEvent, Failed, LoadSnapshot, Progress, StepOutput, WorkDone
+from deployments.worker.prefix_desk import PrefixDesk
+from deployments.worker.pull import Pull
+from deployments.worker.submissions import Submissions
+from engine.events import (
+    Accepted,
+    Allocated,
+    Borrowing,
+    EngineEvent,
+    Failed,
+    Lent,
+    LoadSnapshot,
+    Progress,
+    StepOutput,
+    WorkDone,
+)
 from engine.loop import EngineLoop
 from engine.request import Part
 from kv_store.handoff import HandoffTable
-from messages.errors import Draining, InvalidRequest, ServingError
-from messages.requests import GenerationRequest, Grammar, RequestId
+from messages.errors import Draining, InvalidRequest, ServingError, TransferError
+from messages.handoff import BlockKey, Handoff
+from messages.requests import RequestId
 from messages.tokens import TokenEvent
 from messages.v1 import worker_pb2 as pb
 from messages.wire import (
@@ -27,7 +52,7 @@ from messages.wire import (
     request_id_of,
     tokens_to_wire,
 )
-from telemetry.metrics import WorkerCounter
+from telemetry.metrics import WorkerCounter, WorkerGauge
 
 log = logging.getLogger(__name__)
 
@@ -40,33 +65,36 @@ class Desk:
         identity: WorkerIdentity,
         engine: EngineLoop,
         handoffs: HandoffTable,
-        make_reader: MakeReader,
+        peers: Lenders,
         grammars: Grammars,
+        rules: DeskRules,
     ) -> None:
         self._identity = identity
-        self._grammars = grammars
         self._engine = engine
         self._handoffs = handoffs
-        self._make_reader = make_reader
-        self._clock = time.monotonic
+        self._peers = peers
+        self._clock = rules.clock
+        self._on_load_failure = rules.on_load_failure
+        self._prefixes = PrefixDesk(engine, handoffs, peers, rules, self)
+        self._submissions = Submissions(engine, grammars, self._prefixes, self.fail_if_here)
         self._entries: dict[RequestId, Entry] = {}
         self._sessions: set[GatewaySession] = set()
         self._load: LoadSnapshot | None = None
-        self._counters = dict.fromkeys(WorkerCounter, 0.0)
+        self._counters: dict[WorkerCounter | WorkerGauge, float] = dict.fromkeys(WorkerCounter, 0.0)
         self._endings: set[asyncio.Task[None]] = set()
         self.is_draining = False
 
     @property
     def num_requests(self) -> int:
-        """Requests that are here in any state."""
-        return len(self._entries)
+        """Requests that are here in any state, and prefixes that are lent."""
+        return len(self._entries) + self._prefixes.num_lent
 
     def count(self, counter: WorkerCounter, amount: float = 1.0) -> None:
         """Add to one of the worker's counters."""
         self._counters[counter] += amount
 
-    def set_count(self, counter: WorkerCounter, total: float) -> None:
-        """Set a counter that is kept elsewhere."""
+    def set_count(self, counter: WorkerCounter | WorkerGauge, total: float) -> None:
+        """Set a counter or a gauge that is kept elsewhere."""
         self._counters[counter] = total
 
     # Gateways
@@ -96,15 +124,14 @@ class Desk:
         except Exception as fault:
             log.exception("message.failed kind=%s", message.WhichOneof("body"))
             error = fault if isinstance(fault, ServingError) else ServingError(f"the worker failed: {fault!r}")
-            self._fail_if_here(request_id_of(message), error)
+            self.fail_if_here(request_id_of(message), error)
 
     def _carry_out(self, session: GatewaySession, message: pb.GatewayMessage) -> None:
         match message.WhichOneof("body"):
             case "submit_unified":
                 self._submit_unified(session, message.submit_unified)
             case "submit_prefill":
-                if self._enter(session, message.submit_prefill.request, Part.PREFILL):
-                    self._submit(request_from_wire(message.submit_prefill.request), Part.PREFILL)
+                self._submit_prefill(session, message.submit_prefill)
             case "prepare":
                 self._prepare(session, message.prepare)
             case "progress":
@@ -121,33 +148,16 @@ class Desk:
 
     def _send_load(self, session: GatewaySession) -> None:
         if self._load is not None:
-            session.send(pb.WorkerMessage(load=self._load_message(self._load)))
+            message = load_message(self._load, self._counters)
+            message.handoffs, message.draining = len(self._handoffs), self.is_draining
+            self._prefixes.add_rates(message)
+            session.send(pb.WorkerMessage(load=message))
 
-    def _load_message(self, load: LoadSnapshot) -> pb.Load:
-        counters = dict(load.counters)
-        for name, value in self._counters.items():
-            counters[name.value] = counters.get(name.value, 0.0) + value
-        return pb.Load(
-            groups=[
-                pb.GroupLoad(
-                    name=group.name,
-                    total_blocks=group.total,
-                    free_blocks=group.free,
-                    cached_blocks=group.cached,
-                    referenced_blocks=group.referenced,
-                )
-                for group in load.groups
-            ],
-            running=load.running,
-            waiting=load.waiting,
-            handoffs=len(self._handoffs),
-            queued_prefill_tokens=load.queued_prefill_tokens,
-            draining=self.is_draining,
-            counters=counters,
-        )
-
-    def _enter(self, session: GatewaySession, request: pb.Request, part: Part) -> bool:
+    def _enter(self, session: GatewaySession, request: pb.Request, part: Part) -> Entry | None:
+        """Take a request in; None when it is here already, or was refused."""
         request_id = RequestId(request.request_id)
+        if not session.is_new(request_id):
+            return None
         error: ServingError | None = None
         # A hand-off carries on what was admitted before the drain.
         if self.is_draining and part is not Part.DECODE:
@@ -155,61 +165,41 @@ class Desk:
         elif request_id in self._entries:
             error = InvalidRequest("a request with this id is already here", request_id=request_id)
         if error is not None:
-            failed = pb.Event(failed=failed_to_wire(request_id, error))
-            session.send(pb.WorkerMessage(step=pb.StepEvents(events=[failed])))
-            return False
-        self._entries[request_id] = Entry(session=session, part=part)
-        return True
+            session.send(failed_message(request_id, error))
+            return None
+        entry = self._entries[request_id] = Entry(session=session, part=part)
+        return entry
 
     def _submit_unified(self, session: GatewaySession, message: pb.SubmitUnified) -> None:
-        most = message.max_uncached_tokens if message.HasField("max_uncached_tokens") else None
-        if self._enter(session, message.request, Part.WHOLE):
-            self._submit(request_from_wire(message.request), Part.WHOLE, max_uncached_tokens=most)
+        entry = self._enter(session, message.request, Part.WHOLE)
+        if entry is not None:
+            most = message.max_uncached_tokens if message.HasField("max_uncached_tokens") else None
+            entry.offer, entry.max_uncached_tokens = self._prefixes.offer(message), most
+            self._submissions.submit(request_from_wire(message.request), entry)
+
+    def _submit_prefill(self, session: GatewaySession, message: pb.SubmitPrefill) -> None:
+        entry = self._enter(session, message.request, Part.PREFILL)
+        if entry is not None:
+            entry.offer = self._prefixes.offer(message)
+            self._submissions.submit(request_from_wire(message.request), entry)
 
     def _prepare(self, session: GatewaySession, message: pb.Prepare) -> None:
-        if not self._enter(session, message.request, Part.DECODE):
+        entry = self._enter(session, message.request, Part.DECODE)
+        if entry is None:
             return
         request = request_from_wire(message.request)
-        entry = self._entries[request.request_id]
-        entry.pull = Pull(request.request_id, handoff_from_wire(message.handoff), self._make_reader, self._engine)
+        handoff = handoff_from_wire(message.handoff)
+        entry.pull = Pull(request.request_id, handoff, self._peers.make_reader, self._engine, self._on_load_failure)
         entry.pull_task = asyncio.create_task(entry.pull.run(), name=f"pull-{request.request_id}")
         entry.pull_task.add_done_callback(lambda task: self._on_pull_end(request.request_id, task))
-        self._submit(request, Part.DECODE)
+        self._submissions.submit(request, entry)
 
-    def _submit(self, request: GenerationRequest, part: Part, max_uncached_tokens: int | None = None) -> None:
-        """Give the request to the engine, with its grammar compiled if it has one."""
-        if request.sampling.grammar is None:
-            self._engine.submit(request, part, max_uncached_tokens=max_uncached_tokens)
-            return
-        work = self._compile_and_submit(request, request.sampling.grammar, part, max_uncached_tokens)
-        self._entries[request.request_id].compiling = asyncio.create_task(work, name=f"grammar-{request.request_id}")
-
-    async def _compile_and_submit(
-        self, request: GenerationRequest, grammar: Grammar, part: Part, max_uncached_tokens: int | None
-    ) -> None:
-        entry = self._entries[request.request_id]
-        try:
-            matcher = await self._grammars.compile(grammar)
-        except Exception as fault:
-            if not isinstance(fault, ServingError):
-                log.exception("grammar.failed request_id=%s", request.request_id)
-            error = fault if isinstance(fault, ServingError) else ServingError("compiling the grammar failed")
-            entry.compiling = None
-            self._fail_if_here(request.request_id, error)
-            return
-        entry.compiling = None
-        self._engine.submit(request, part, max_uncached_tokens=max_uncached_tokens, matcher=matcher)
-        if entry.first_tokens:
-            # Start came while the grammar was being compiled.
-            self._engine.start_decode(request.request_id, entry.first_tokens)
-
-    def _fail_if_here(self, request_id: RequestId, error: ServingError) -> None:
+    def fail_if_here(self, request_id: RequestId, error: ServingError) -> None:
         """End a request with an error from outside the engine; one that has already ended stays so."""
         entry = self._entries.get(request_id)
         if entry is None:
             return
-        failed = pb.Event(failed=failed_to_wire(request_id, error))
-        entry.session.send(pb.WorkerMessage(step=pb.StepEvents(events=[failed])))
+        entry.session.send(failed_message(request_id, error))
         self._abort(request_id)
 
     def _progress(self, message: pb.PrefillProgress) -> None:
@@ -220,7 +210,8 @@ class Desk:
     def _start(self, message: pb.Start) -> None:
         request_id = RequestId(message.request_id)
         entry = self._entries.get(request_id)
-        if entry is not None and entry.pull is not None:
+        # A copy of the message must not start it again.
+        if entry is not None and entry.pull is not None and not entry.first_tokens:
             entry.pull.set_started()
             entry.first_tokens = {first.choice: first.token_id for first in message.first_tokens}
             if entry.compiling is None:
@@ -242,14 +233,18 @@ class Desk:
 
     def _let_go(self, request_id: RequestId, entry: Entry) -> None:
         """The engine forgets the request once nothing writes into its blocks any more."""
-        settling = entry.pull.settling if entry.pull is not None else None
-        tasks = [task for task in (entry.pull_task, settling) if task is not None and not task.done()]
+        tasks = entry.reads()
         if not tasks:
             self._engine.abort(request_id)
             return
-        if entry.pull_task is not None:
-            entry.pull_task.cancel()
-        ending = asyncio.create_task(self._abort_after(request_id, tasks), name=f"stop-{request_id}")
+        for task in (entry.pull_task, entry.borrow_task):
+            if task is not None:
+                task.cancel()
+        self.keep(self._abort_after(request_id, tasks))
+
+    def keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run what must come to its end although its request is gone."""
+        ending = asyncio.create_task(work)
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
 
@@ -259,23 +254,31 @@ class Desk:
 
     def _on_pull_end(self, request_id: RequestId, task: asyncio.Task[None]) -> None:
         entry = self._entries.get(request_id)
-        if entry is None or entry.pull is None or task.cancelled():
+        if entry is None or entry.pull is None:
             return
-        stats = entry.pull.stats
-        self.count(WorkerCounter.TRANSFER_BYTES, stats.size_bytes)
-        self.count(WorkerCounter.TRANSFER_BLOCKS, stats.blocks)
-        self.count(WorkerCounter.TRANSFER_SECONDS, stats.transfer_s)
-        self.count(WorkerCounter.TRANSFER_FAILURES, float(stats.has_failed))
+        if task.cancelled():
+            # Nobody has ended the request, which would wait for ever.
+            self.fail_if_here(request_id, TransferError("reading the KV blocks was given up"))
+            return
+        for counter, amount in entry.pull.stats.counters().items():
+            self.count(counter, amount)
         fault = task.exception()
         if fault is not None:
             error = fault if isinstance(fault, ServingError) else ServingError("reading the KV blocks failed")
             if error is not fault:
                 log.error("pull.crashed request_id=%s", request_id, exc_info=fault)
-            self._fail_if_here(request_id, error)
+            self.fail_if_here(request_id, error)
+
+    # Prefixes of other workers, and for them
+
+    async def lend(self, keys: Sequence[BlockKey], first_block: int) -> Handoff | None:
+        """Offer what is cached of a prefix to another worker; a worker that drains lends none."""
+        return None if self.is_draining else await self._prefixes.lend(keys, first_block)
 
     def settle(self) -> None:
         """Give back the blocks of hand-offs that are over, at once or as soon as token 1 is sent."""
         for request_id in self._handoffs.pop_freed():
+            self._prefixes.note_end(request_id)
             entry = self._entries.get(request_id)
             if entry is None or entry.has_first:
                 self._entries.pop(request_id, None)
@@ -299,6 +302,9 @@ class Desk:
         self._load = output.load
         outbox = Outbox()
         for event in output.events:
+            if isinstance(event, Lent):
+                self._prefixes.take(event)
+                continue
             entry = self._entries.get(event.request_id)
             if entry is not None:
                 self._deliver(entry, event, outbox)
@@ -316,6 +322,8 @@ class Desk:
                 entry.pull.set_destination(event.groups, event.cached_tokens)
                 accepted = pb.Accepted(request_id=event.request_id, cached_tokens=event.cached_tokens)
                 outbox.add(entry.session, pb.Event(accepted=accepted))
+            case Borrowing():
+                self._prefixes.borrow(entry, event)
             case Progress():
                 progress = pb.PrefillProgress(request_id=event.request_id, complete_tokens=event.complete_tokens)
                 outbox.add(entry.session, pb.Event(progress=progress))
@@ -356,5 +364,5 @@ class Desk:
         if entry.handoff_id is not None:
             self._handoffs.release(entry.handoff_id, self._identity.incarnation, self._clock())
             self.settle()
-        if entry.pull_task is not None and not entry.pull_task.done():
+        if entry.reads():
             self._let_go(request_id, entry)

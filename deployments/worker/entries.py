@@ -1,18 +1,27 @@
 """What a desk knows of one request, and the events of one turn on their way to the gateways."""
 
 import asyncio
+import time
 from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from deployments.config_kv import LoadFailurePolicy
+from deployments.worker.borrow import Borrow, BorrowLimits
 from deployments.worker.link import GatewaySession
 from deployments.worker.pull import Pull
+from deployments.worker.rates import RateMeter
 from engine.batch import Matcher
-from engine.events import WorkDone
+from engine.events import LoadSnapshot, WorkDone
 from engine.request import Part
+from messages.errors import ServingError
 from messages.handoff import HandoffId
-from messages.requests import Grammar
+from messages.requests import Grammar, RequestId
+from messages.reuse import ReuseOffer
 from messages.v1 import worker_pb2 as pb
+from messages.wire import failed_to_wire
+from telemetry.metrics import WorkerCounter, WorkerGauge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +32,29 @@ class WorkerIdentity:
     incarnation: str
     pool: str
     role: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeskRules:
+    """How a desk treats its requests."""
+
+    clock: Callable[[], float] = time.monotonic
+    """Of the leases that this worker grants, in seconds."""
+    on_load_failure: LoadFailurePolicy = "recompute"
+    """What follows when the blocks of a hand-off did not arrive whole."""
+    reuse: "ReuseRules | None" = None
+    """How prefixes move between workers; None: not at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReuseRules:
+    """How a worker lends and borrows."""
+
+    max_lends: int
+    """Most prefixes to lend at a time."""
+    borrowing: BorrowLimits
+    rates: RateMeter
+    """What gateways decide by."""
 
 
 class Grammars(Protocol):
@@ -50,6 +82,12 @@ class Entry:
     """DECODE: token 1 of each choice that goes on, once known."""
     pull: Pull | None = None
     pull_task: asyncio.Task[None] | None = None
+    max_uncached_tokens: int | None = None
+    """WHOLE: refuse when more prompt tokens than this would be computed here; None: no limit."""
+    offer: ReuseOffer | None = None
+    """Who may lend a prefix; never with DECODE."""
+    borrow: Borrow | None = None
+    borrow_task: asyncio.Task[None] | None = None
     handoff_id: HandoffId | None = None
     done: WorkDone | None = None
     """The next token event is the last one."""
@@ -57,6 +95,12 @@ class Entry:
     """PREFILL: token 1 is sent; only the hand-off keeps the blocks."""
     is_released: bool = False
     """PREFILL: no reader needs the blocks; they go as soon as token 1 is sent."""
+
+    def reads(self) -> list[asyncio.Task[None]]:
+        """What may still write into the request's blocks."""
+        settling = self.pull.settling if self.pull is not None else None
+        tasks = (self.pull_task, settling, self.borrow_task)
+        return [task for task in tasks if task is not None and not task.done()]
 
 
 @dataclass(slots=True)
@@ -87,4 +131,39 @@ def work_done_message(entry: Entry, event: WorkDone) -> pb.WorkDone:
         stats = entry.pull.stats
         message.blocks_moved, message.bytes_moved = stats.blocks, stats.size_bytes
         message.transfer_s, message.exposed_s = stats.transfer_s, stats.exposed_s
+    if entry.borrow is not None:
+        borrowed = entry.borrow.stats
+        message.blocks_moved, message.bytes_moved = borrowed.blocks, borrowed.size_bytes
+        message.transfer_s = borrowed.transfer_s
+        message.reused_tokens = borrowed.tokens
+        message.reused_from.extend(borrowed.workers)
     return message
+
+
+def failed_message(request_id: RequestId, error: ServingError) -> pb.WorkerMessage:
+    """The terminal event of a request that ends outside the engine."""
+    failed = pb.Event(failed=failed_to_wire(request_id, error))
+    return pb.WorkerMessage(step=pb.StepEvents(events=[failed]))
+
+
+def load_message(load: LoadSnapshot, counters: Mapping[WorkerCounter | WorkerGauge, float]) -> pb.Load:
+    """The engine's part of a heartbeat, with the worker's own counters added."""
+    totals = dict(load.counters)
+    for name, value in counters.items():
+        totals[name.value] = totals.get(name.value, 0.0) + value
+    return pb.Load(
+        groups=[
+            pb.GroupLoad(
+                name=group.name,
+                total_blocks=group.total,
+                free_blocks=group.free,
+                cached_blocks=group.cached,
+                referenced_blocks=group.referenced,
+            )
+            for group in load.groups
+        ],
+        running=load.running,
+        waiting=load.waiting,
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        counters=totals,
+    )

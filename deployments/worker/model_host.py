@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from deployments.config import AppConfig, PoolConfig, fault_points
+from deployments.config import AppConfig, PoolConfig
 from deployments.devices import device_for, resolve_dtype
 from deployments.worker.cores import bind_process
 from deployments.worker.memory import plan_worker
@@ -18,11 +18,13 @@ from engine.grammar import GrammarCompiler
 from engine.loop import EngineLoop
 from engine.model_runner import ModelRunner, configure_threads
 from engine.probe import probe
+from engine.runner_faults import with_faults
 from engine.scheduler import Scheduler
 from engine.weights import LoadedModel, dtype_named, kv_layout, load_model
 from kv_store.block_key import KeyExtras
 from kv_store.layout import Arena, BlockLayout
 from kv_store.local_cache import LocalCache
+from messages.faults import NO_FAULTS, Faults
 from messages.requests import GenerationRequest
 from telemetry.step_record import StepRecord
 
@@ -62,21 +64,25 @@ class ModelHost:
         return GrammarCompiler(self.source, int(self.loaded.config.vocab_size), self.loaded.eos_token_ids)
 
     def make_engine(
-        self, sink: Callable[[StepOutput], None], on_step: Callable[[StepRecord], None] | None = None
+        self,
+        sink: Callable[[StepOutput], None],
+        on_step: Callable[[StepRecord], None] | None = None,
+        faults: Faults = NO_FAULTS,
     ) -> EngineLoop:
         """An engine over this memory; `sink` and `on_step` are called on its thread."""
         cache = LocalCache(self.layout, self.num_blocks)
-        runner = ModelRunner(self.loaded, self.arena)
+        runner = with_faults(ModelRunner(self.loaded, self.arena), faults)
         return EngineLoop(Scheduler(cache, self.limits), cache, runner, self, sink, on_step)
 
 
-def load_host(config: AppConfig, pool: PoolConfig, model: Path) -> ModelHost:
+def load_host(config: AppConfig, pool: PoolConfig, model: Path, faults: Faults = NO_FAULTS) -> ModelHost:
     """Load the model of `config` for a worker of `pool`; blocks for seconds.
 
     Args:
         config: The whole deployment.
         pool: The worker's own.
         model: Folder of the checkpoint, or its GGUF file.
+        faults: What is to go wrong.
 
     Raises:
         ConfigError: The checkpoint is broken, or the memory is too small.
@@ -110,7 +116,7 @@ def load_host(config: AppConfig, pool: PoolConfig, model: Path) -> ModelHost:
             max_running=settings.max_running,
             max_waiting=config.limits.max_queue,
             context_length=plan.context_length,
-            preempts_each_once="engine.preempt_once" in fault_points(),
+            preempts_each_once=faults.has("engine.preempt_once"),
         ),
     )
 

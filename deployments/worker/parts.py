@@ -2,23 +2,26 @@
 
 from deployments.config import AppConfig, PoolConfig
 from deployments.model_source import resolve_model
+from deployments.registry_client import make_registry
 from deployments.worker.model_host import load_host
 from deployments.worker.runtime import FailureCount, WorkerParts, agent_name
-from kv_store.registry.redis import RedisRegistry
+from kv_store.registry.shard import ShardHooks
 from kv_store.transfer.nixl import NixlTransport
+from messages.faults import Faults
 
 
-def make_parts(config: AppConfig, pool: PoolConfig, worker_id: str) -> WorkerParts:
+def make_parts(config: AppConfig, pool: PoolConfig, worker_id: str, faults: Faults) -> WorkerParts:
     """Load the model and open the ways to other processes; blocks for seconds.
 
     The process must then end by `os._exit`: one that made a NIXL agent crashes in its exit handlers.
     """
-    model = load_host(config, pool, resolve_model(config.model.source))
+    model = load_host(config, pool, resolve_model(config.model.source), faults)
     failures = FailureCount()
     return WorkerParts(
         model=model,
         transport=NixlTransport(agent_name(worker_id), model.arena.buffer),
-        registry=RedisRegistry(config.registry.urls, config.registry.namespace, on_failure=failures.add),
+        registry=make_registry(config.registry, ShardHooks(on_failure=failures.add)),
         registry_failures=failures,
         grammars=model.make_grammars(),
+        faults=faults,
     )

@@ -1,7 +1,7 @@
 """The decode side of one hand-off: read blocks as they become complete, close, give them to the engine.
 
-Whatever goes wrong with the transfer costs a recompute here, never a wrong token: nothing counts as received before
-the owner has answered Close with "valid".
+Whatever goes wrong with the transfer costs a recompute from the first bad block on, or the request where the policy
+says so, never a wrong token: nothing counts as received before the owner has answered Close with "valid".
 """
 
 import asyncio
@@ -11,10 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from deployments.config_kv import LoadFailurePolicy
 from kv_store.handoff_reader import HandoffReader, LocalGroups
 from messages.errors import HandoffError, ServingError, TransferError
 from messages.handoff import Handoff
 from messages.requests import RequestId
+from telemetry.metrics import WorkerCounter
 
 log = logging.getLogger(__name__)
 
@@ -42,12 +44,41 @@ class PullStats:
     exposed_s: float = 0.0
     """From token 1 being known here to the blocks being valid here."""
     has_failed: bool = False
+    has_failed_handshake: bool = False
+    """The owner refused Open, did not answer it, or its memory could not be reached."""
+    digest_mismatches: int = 0
+
+    def counters(self) -> dict[WorkerCounter, float]:
+        """What it adds to the worker's counters."""
+        return {
+            WorkerCounter.TRANSFER_BYTES: self.size_bytes,
+            WorkerCounter.TRANSFER_BLOCKS: self.blocks,
+            WorkerCounter.TRANSFER_SECONDS: self.transfer_s,
+            WorkerCounter.TRANSFER_FAILURES: self.has_failed,
+            WorkerCounter.HANDSHAKE_FAILURES: self.has_failed_handshake,
+            WorkerCounter.DIGEST_MISMATCHES: self.digest_mismatches,
+        }
 
 
 class Pull:
-    """One request's pull; `run` ends with `engine.receive` unless it is cancelled."""
+    """One request's pull; `run` ends with `engine.receive` unless it is cancelled or raises.
 
-    def __init__(self, request_id: RequestId, handoff: Handoff, make_reader: MakeReader, engine: Receiver) -> None:
+    Args:
+        request_id: Which request.
+        handoff: What the owner offers.
+        make_reader: Makes its reader, once the destinations are known.
+        engine: Gets what arrived.
+        policy: What follows when blocks did not arrive whole.
+    """
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        handoff: Handoff,
+        make_reader: MakeReader,
+        engine: Receiver,
+        policy: LoadFailurePolicy = "recompute",
+    ) -> None:
         self.stats = PullStats()
         self.settling: asyncio.Task[None] | None = None
         """After a failed read: done when the destinations may be reused."""
@@ -55,6 +86,7 @@ class Pull:
         self._handoff = handoff
         self._make_reader = make_reader
         self._engine = engine
+        self._policy = policy
         self._destination: asyncio.Future[tuple[LocalGroups, int]] = asyncio.get_running_loop().create_future()
         self._complete_tokens = 0
         self._progressed = asyncio.Event()
@@ -76,22 +108,35 @@ class Pull:
         self.set_progress(self._handoff.num_tokens)
 
     async def run(self) -> None:
-        """Pull everything; on a fault of the transfer hand over what was here before."""
+        """Pull everything; on a fault of the transfer hand over what is good, or fail, as the policy says.
+
+        Raises:
+            TransferError: The policy is to fail, or a silent owner keeps the destinations busy for too long.
+        """
         groups, cached_tokens = await self._destination
-        reader = self._make_reader(self._handoff, groups)
         try:
-            await self._read(reader)
-        except (TransferError, HandoffError) as error:
-            log.warning("pull.failed request_id=%s error=%s", self._request_id, error)
-            self.stats.has_failed = True
-            await self._settle(reader, error)
-            self._finish(cached_tokens)
+            reader = self._make_reader(self._handoff, groups)
+        except HandoffError as error:
+            self._recover(cached_tokens, error)
+            return
+        try:
+            good_tokens, failure = await self._read(reader)
         except BaseException:
             # Cancelled: destinations must be quiet before the engine may reuse them.
             await asyncio.shield(reader.abandon())
             raise
-        else:
+        if failure is None:
             self._finish(self._handoff.num_tokens)
+        else:
+            await self._settle(reader, failure)
+            self._recover(max(cached_tokens, good_tokens), failure)
+
+    def _recover(self, good_tokens: int, failure: ServingError) -> None:
+        log.warning("pull.failed request_id=%s good_tokens=%d error=%s", self._request_id, good_tokens, failure)
+        self.stats.has_failed = True
+        if self._policy == "fail":
+            raise TransferError("the KV blocks did not arrive whole", cause=str(failure)) from failure
+        self._finish(good_tokens)
 
     async def _settle(self, reader: HandoffReader, error: ServingError) -> None:
         """Wait until no late byte can land in the destinations, because the recompute writes there.
@@ -109,8 +154,33 @@ class Pull:
             self.stats.exposed_s = time.monotonic() - self._started_s
         self._engine.receive(self._request_id, num_tokens)
 
-    async def _read(self, reader: HandoffReader) -> None:
-        await reader.open()
+    async def _read(self, reader: HandoffReader) -> tuple[int, ServingError | None]:
+        """Read and close; gives the leading tokens that are good, and what went wrong."""
+        failure: ServingError | None = None
+        try:
+            await self._follow(reader)
+        except (TransferError, HandoffError) as error:
+            failure = error
+        try:
+            # What came before a failure is good if the owner still says so; one that is silent is not waited for.
+            moved = await asyncio.wait_for(reader.close(), None if failure is None else SETTLE_TIMEOUT_S)
+        except (TransferError, HandoffError, TimeoutError) as error:
+            late = TransferError("the owner of the blocks does not answer Close")
+            return 0, failure or (late if isinstance(error, TimeoutError) else error)
+        stats = self.stats
+        stats.blocks, stats.size_bytes, stats.transfer_s = moved.blocks, moved.size_bytes, moved.seconds
+        stats.digest_mismatches = moved.digest_mismatches
+        if moved.digest_mismatches and failure is None:
+            failure = TransferError("blocks arrived with other bytes", num_blocks=moved.digest_mismatches)
+        return moved.good_tokens, failure
+
+    async def _follow(self, reader: HandoffReader) -> None:
+        """Read blocks as the prefill makes them complete."""
+        try:
+            await reader.open()
+        except (TransferError, HandoffError):
+            self.stats.has_failed_handshake = True
+            raise
         done = 0
         while done < self._handoff.num_tokens:
             if self._complete_tokens == done:
@@ -119,5 +189,3 @@ class Pull:
                 continue
             done = self._complete_tokens
             await reader.read_through(done)
-        moved = await reader.close()
-        self.stats.blocks, self.stats.size_bytes, self.stats.transfer_s = moved.blocks, moved.size_bytes, moved.seconds

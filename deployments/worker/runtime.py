@@ -12,23 +12,33 @@ from typing import Any, Self
 import grpc
 
 from deployments.config import AppConfig, PoolConfig
+from deployments.worker import owner_faults
 from deployments.worker.block_owner import BlockOwner
+from deployments.worker.borrow import BorrowLimits
+from deployments.worker.control import WorkerControl
 from deployments.worker.desk import Desk
-from deployments.worker.entries import WorkerIdentity
+from deployments.worker.entries import DeskRules, ReuseRules, WorkerIdentity
 from deployments.worker.link import WorkerLink
-from deployments.worker.membership import Membership
+from deployments.worker.membership import Membership, MembershipTimes
 from deployments.worker.model_host import ModelHost
-from deployments.worker.peers import Peers
+from deployments.worker.peers import PeerLimits, Peers, peer_agent_name
+from deployments.worker.rates import RateMeter
 from engine.events import StepOutput
 from engine.grammar import GrammarCompiler
+from kv_store import registry_faults
 from kv_store.handoff import HandoffTable
+from kv_store.handoff_close import DigestBlock
 from kv_store.registry.protocol import Registry, WorkerRecord
 from kv_store.registry.shard import ShardFailure
+from kv_store.transfer import faulty
+from kv_store.transfer.bounded import BoundedTransport
+from kv_store.transfer.digest import BlockDigester
 from kv_store.transfer.protocol import BlockTransport
 from messages.errors import ServingError
+from messages.faults import NO_FAULTS, Faults
 from messages.v1 import worker_pb2_grpc
-from telemetry.metrics import WorkerCounter
-from telemetry.step_record import StepLog
+from telemetry.metrics import WorkerCounter, WorkerGauge
+from telemetry.step_record import StepLog, StepRecord
 
 log = logging.getLogger(__name__)
 
@@ -62,18 +72,33 @@ class WorkerParts:
     registry: Registry
     grammars: GrammarCompiler
     registry_failures: FailureCount = field(default_factory=FailureCount)
+    faults: Faults = NO_FAULTS
 
 
 class WorkerRuntime:
-    """Async context manager: inside it the worker takes work, after it everything is given back."""
+    """Async context manager: inside it the worker takes work, after it everything is given back.
 
-    def __init__(self, config: AppConfig, pool: PoolConfig, worker_id: str, host: str, parts: WorkerParts) -> None:
+    Args:
+        config: The whole deployment.
+        pool: The worker's own.
+        worker_id: The same in every life of the worker.
+        host: Address to listen on, and to be reached at.
+        parts: What it is made of; closed with it.
+        port: Port of its internal gRPC server; 0: any that is free.
+    """
+
+    def __init__(
+        self, config: AppConfig, pool: PoolConfig, worker_id: str, host: str, parts: WorkerParts, port: int = 0
+    ) -> None:
         self._config = config
         self._pool = pool
         self._host = host
+        self._port = port
         self._parts = parts
         self._worker_id = worker_id
         self._incarnation = incarnation_of(parts.transport.agent_name)
+        self._clock = parts.faults.skewed(time.monotonic)
+        self._registry = registry_faults.with_faults(parts.registry, parts.faults)
         self._tasks: list[asyncio.Task[None]] = []
         self._fault: BaseException | None = None
         self.address = ""
@@ -82,10 +107,12 @@ class WorkerRuntime:
         self._loop = asyncio.get_running_loop()
         model = self._parts.model
         self._server = grpc.aio.server(options=GRPC_OPTIONS)
-        port = self._server.add_insecure_port(f"{self._host}:0")
+        port = self._server.add_insecure_port(f"{self._host}:{self._port}")
         self.address = f"{self._host}:{port}"
         self._step_log = _open_step_log(self._config.step_log_dir, self._worker_id)
-        self._engine = model.make_engine(self._sink, self._step_log.append if self._step_log else None)
+        self._digest = _digester(model) if self._config.handoff.digest else None
+        self._rates = RateMeter(model.layout)
+        self._engine = model.make_engine(self._sink, self._note_step, self._parts.faults)
         self._handoffs = HandoffTable(
             worker_id=self._worker_id,
             incarnation=self._incarnation,
@@ -93,18 +120,23 @@ class WorkerRuntime:
             fingerprint=model.layout.fingerprint,
             lease_s=self._config.handoff.lease_s,
         )
+        handoff = self._config.handoff
+        reads = faulty.with_faults(self._parts.transport, model.arena.buffer, self._parts.faults)
         self._peers = Peers(
             self._worker_id,
-            self._parts.registry,
-            self._parts.transport,
+            self._registry,
+            BoundedTransport(reads, handoff.max_peers),
             model.arena,
-            self._config.handoff.read_deadline_s,
+            PeerLimits(read_deadline_s=handoff.read_deadline_s, max_peers=handoff.max_peers),
+            self._digest,
         )
         identity = WorkerIdentity(
             worker_id=self._worker_id, incarnation=self._incarnation, pool=self._pool.name, role=self._pool.role
         )
-        self.desk = Desk(identity, self._engine, self._handoffs, self._peers.make_reader, self._parts.grammars)
-        self._membership = Membership(self._parts.registry, self._record(model), self._config.registry.lease_s)
+        rules = DeskRules(clock=self._clock, on_load_failure=handoff.on_load_failure, reuse=self._reuse_rules())
+        self.desk = Desk(identity, self._engine, self._handoffs, self._peers, self._parts.grammars, rules)
+        times = MembershipTimes(lease_s=self._config.registry.lease_s, entry_ttl_s=self._config.registry.entry_ttl_s)
+        self._membership = Membership(self._registry, self._record(model), times)
         await self._serve(model)
         return self
 
@@ -150,15 +182,22 @@ class WorkerRuntime:
             self._handoffs,
             self._parts.transport,
             tuple(model.arena.group_offset(group) for group in range(len(model.layout.groups))),
-            time.monotonic,
-            self.desk.settle,
+            self._clock,
+            self.desk,
+            self._digest,
         )
-        worker_pb2_grpc.add_BlockOwnerServicer_to_server(owner, self._server)
-        worker_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLink(self.desk), self._server)
+        control = WorkerControl(self._incarnation, self._engine.clear_cache)
+        worker_pb2_grpc.add_WorkerControlServicer_to_server(control, self._server)
+        faults = self._parts.faults
+        if faults.is_set:
+            log.warning("faults.planned plan=%s", faults)
+        worker_pb2_grpc.add_BlockOwnerServicer_to_server(owner_faults.with_faults(owner, faults), self._server)
+        worker_pb2_grpc.add_WorkerLinkServicer_to_server(WorkerLink(self.desk, faults), self._server)
         self._engine.start()
         await self._server.start()
         self._spawn(self._membership.renew())
         self._spawn(self._membership.publish())
+        self._spawn(self._membership.tend())
         self._spawn(self._peers.watch())
         self._spawn(self._heartbeat())
         self._spawn(self._expire())
@@ -190,15 +229,45 @@ class WorkerRuntime:
 
     async def _heartbeat(self) -> None:
         while True:
-            self.desk.set_count(WorkerCounter.REGISTRY_ERRORS, self._parts.registry_failures.total)
+            self._count_registry()
+            self.desk.set_count(WorkerCounter.LEASES_EXTENDED, self._handoffs.num_extended)
+            self.desk.set_count(WorkerCounter.LATE_MESSAGES, self._handoffs.num_late)
             self.desk.send_load()
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
+
+    def _count_registry(self) -> None:
+        counts = self._membership.counts
+        for name, value in (
+            (WorkerCounter.REGISTRY_ERRORS, self._parts.registry_failures.total),
+            (WorkerCounter.REGISTRY_RESYNCS, counts.resyncs),
+            (WorkerCounter.REGISTRY_GAPS, counts.gaps),
+            (WorkerCounter.REGISTRY_EPOCH_CHANGES, counts.epoch_changes),
+            (WorkerGauge.REGISTRY_DEGRADED, float(self._registry.num_silent > 0)),
+            (WorkerGauge.PUBLISH_QUEUE_DEPTH, self._membership.queue_depth),
+        ):
+            self.desk.set_count(name, value)
 
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(EXPIRY_PERIOD_S)
             self.desk.expire()
             self._parts.transport.expect_readers(len(self._handoffs))
+
+    def _reuse_rules(self) -> ReuseRules | None:
+        settings, layout = self._config.reuse, self._parts.model.layout
+        if not settings.enabled:
+            return None
+        borrowing = BorrowLimits(
+            block_size=layout.block_size,
+            has_windows=any(group.window is not None for group in layout.groups),
+            deadline_s=self._config.handoff.read_deadline_s,
+        )
+        return ReuseRules(max_lends=settings.max_lends, borrowing=borrowing, rates=self._rates)
+
+    def _note_step(self, record: StepRecord) -> None:
+        self._rates.note_step(record)
+        if self._step_log is not None:
+            self._step_log.append(record)
 
     def _sink(self, output: StepOutput) -> None:
         self._loop.call_soon_threadsafe(self._take, output)
@@ -210,12 +279,18 @@ class WorkerRuntime:
 
 def agent_name(worker_id: str) -> str:
     """A transport name for a new life of a worker; the same name is never used twice."""
-    return f"{worker_id}/{uuid.uuid4().hex}"
+    return peer_agent_name(worker_id, uuid.uuid4().hex)
 
 
 def incarnation_of(agent: str) -> str:
     """The life that a transport name belongs to."""
     return agent.rpartition("/")[2]
+
+
+def _digester(model: ModelHost) -> DigestBlock:
+    arena, numbers = model.arena, range(len(model.layout.groups))
+    offsets, sizes = map(arena.group_offset, numbers), map(model.layout.block_bytes, numbers)
+    return BlockDigester(arena.buffer, tuple(offsets), tuple(sizes)).digest
 
 
 def _open_step_log(folder: str | None, worker_id: str) -> StepLog | None:

@@ -8,7 +8,7 @@ from typing import Any
 from ray import serve
 from ray.util import get_node_ip_address
 
-from deployments.config import parse_config
+from deployments.config import faults, parse_config
 from deployments.worker.parts import make_parts
 from deployments.worker.runtime import WorkerRuntime
 from telemetry.logs import log_to_stderr
@@ -24,7 +24,7 @@ class Worker:
         settings = parse_config(config)
         pool = settings.pool(pool_name)
         worker_id = f"{pool_name}-{serve.get_replica_context().replica_id.unique_id}"
-        parts = await asyncio.to_thread(make_parts, settings, pool, worker_id)
+        parts = await asyncio.to_thread(make_parts, settings, pool, worker_id, faults(pool.name))
         self._drain_s = settings.gateway.drain_s
         self._runtime = WorkerRuntime(settings, pool, worker_id, pool.host or get_node_ip_address(), parts)
         await self._runtime.__aenter__()

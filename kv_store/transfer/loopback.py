@@ -114,7 +114,9 @@ class LoopbackTransport:
         if memory.agent_name != agent_name:
             raise TransferError("the metadata belongs to another agent", agent_name=agent_name)
         try:
-            await asyncio.wait_for(self._network.buffer_of(agent_name), self._connect_timeout_s)
+            # Not wait_for: it forgets a cancellation that comes together with the answer.
+            async with asyncio.timeout(self._connect_timeout_s):
+                await self._network.buffer_of(agent_name)
         except TimeoutError as error:
             raise PeerUnreachable("the peer does not answer", agent_name=agent_name) from error
         self._peer_sizes[agent_name] = memory.size_bytes

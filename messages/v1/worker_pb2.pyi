@@ -241,6 +241,63 @@ class Request(_message.Message):
 Global___Request: _TypeAlias = Request  # noqa: Y015
 
 @_typing.final
+class PrefixSource(_message.Message):
+    """A worker that may lend leading blocks of a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    incarnation: _builtins.str
+    address: _builtins.str
+    num_blocks: _builtins.int
+    """Leading blocks that the registry says it holds."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        address: _builtins.str = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "incarnation", b"incarnation", "num_blocks", b"num_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
+
+@_typing.final
+class ReuseOffer(_message.Message):
+    """What a request may borrow; sources best first, with the same layout fingerprint as the receiver."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCES_FIELD_NUMBER: _builtins.int
+    MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    min_tokens: _builtins.int
+    """Fetching fewer tokens than this costs more than computing them."""
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixSource]: ...
+    def __init__(
+        self,
+        *,
+        sources: _abc.Iterable[Global___PrefixSource] | None = ...,
+        min_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_tokens", b"min_tokens", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReuseOffer: _TypeAlias = ReuseOffer  # noqa: Y015
+
+@_typing.final
 class SubmitUnified(_message.Message):
     """Run the whole request here."""
 
@@ -248,19 +305,25 @@ class SubmitUnified(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     MAX_UNCACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    REUSE_FIELD_NUMBER: _builtins.int
     max_uncached_tokens: _builtins.int
-    """Refuse (Failed with NEEDS_PREFILL) when more prompt tokens than this are uncached here; absent: no limit."""
+    """Refuse (Failed with NEEDS_PREFILL) when more prompt tokens than this are neither cached here nor borrowed; absent:
+    no limit.
+    """
     @_builtins.property
     def request(self) -> Global___Request: ...
+    @_builtins.property
+    def reuse(self) -> Global___ReuseOffer: ...
     def __init__(
         self,
         *,
         request: Global___Request | None = ...,
         max_uncached_tokens: _builtins.int | None = ...,
+        reuse: Global___ReuseOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_uncached_tokens", b"_max_uncached_tokens", "max_uncached_tokens", b"max_uncached_tokens", "request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_uncached_tokens", b"_max_uncached_tokens", "max_uncached_tokens", b"max_uncached_tokens", "request", b"request", "reuse", b"reuse"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_uncached_tokens", b"_max_uncached_tokens", "max_uncached_tokens", b"max_uncached_tokens", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_uncached_tokens", b"_max_uncached_tokens", "max_uncached_tokens", b"max_uncached_tokens", "request", b"request", "reuse", b"reuse"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_uncached_tokens: _TypeAlias = _typing.Literal["max_uncached_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_uncached_tokens: _TypeAlias = _typing.Literal["_max_uncached_tokens", b"_max_uncached_tokens"]  # noqa: Y015
@@ -275,16 +338,20 @@ class SubmitPrefill(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_FIELD_NUMBER: _builtins.int
+    REUSE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request(self) -> Global___Request: ...
+    @_builtins.property
+    def reuse(self) -> Global___ReuseOffer: ...
     def __init__(
         self,
         *,
         request: Global___Request | None = ...,
+        reuse: Global___ReuseOffer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "reuse", b"reuse"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "reuse", b"reuse"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -690,6 +757,8 @@ class WorkDone(_message.Message):
     EXPOSED_S_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
+    REUSED_TOKENS_FIELD_NUMBER: _builtins.int
+    REUSED_FROM_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     computed_prompt_tokens: _builtins.int
     blocks_moved: _builtins.int
@@ -698,6 +767,10 @@ class WorkDone(_message.Message):
     exposed_s: _builtins.float
     queue_s: _builtins.float
     prefill_s: _builtins.float
+    reused_tokens: _builtins.int
+    """Prompt tokens that were borrowed, and from which workers."""
+    @_builtins.property
+    def reused_from(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -709,10 +782,12 @@ class WorkDone(_message.Message):
         exposed_s: _builtins.float = ...,
         queue_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
+        reused_tokens: _builtins.int = ...,
+        reused_from: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_moved", b"blocks_moved", "bytes_moved", b"bytes_moved", "computed_prompt_tokens", b"computed_prompt_tokens", "exposed_s", b"exposed_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "request_id", b"request_id", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_moved", b"blocks_moved", "bytes_moved", b"bytes_moved", "computed_prompt_tokens", b"computed_prompt_tokens", "exposed_s", b"exposed_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "request_id", b"request_id", "reused_from", b"reused_from", "reused_tokens", b"reused_tokens", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -899,6 +974,7 @@ class Load(_message.Message):
     QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
+    RATES_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     handoffs: _builtins.int
@@ -910,6 +986,8 @@ class Load(_message.Message):
     def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Monotonic counters by metric name (telemetry/metrics.py)."""
 
+    @_builtins.property
+    def rates(self) -> Global___Rates: ...
     def __init__(
         self,
         *,
@@ -920,14 +998,79 @@ class Load(_message.Message):
         queued_prefill_tokens: _builtins.int = ...,
         draining: _builtins.bool = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        rates: Global___Rates | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "draining", b"draining", "groups", b"groups", "handoffs", b"handoffs", "queued_prefill_tokens", b"queued_prefill_tokens", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "draining", b"draining", "groups", b"groups", "handoffs", b"handoffs", "queued_prefill_tokens", b"queued_prefill_tokens", "rates", b"rates", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class Rates(_message.Message):
+    """What it costs this worker to compute KV and to fetch it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_TOKENS_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_BYTES_S_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    prefill_tokens_s: _builtins.float
+    """Absent: not measured yet."""
+    transfer_bytes_s: _builtins.float
+    """Absent: not measured yet."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupBytes]: ...
+    def __init__(
+        self,
+        *,
+        prefill_tokens_s: _builtins.float | None = ...,
+        transfer_bytes_s: _builtins.float | None = ...,
+        groups: _abc.Iterable[Global___GroupBytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_s", b"_prefill_tokens_s", "_transfer_bytes_s", b"_transfer_bytes_s", "prefill_tokens_s", b"prefill_tokens_s", "transfer_bytes_s", b"transfer_bytes_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_tokens_s", b"_prefill_tokens_s", "_transfer_bytes_s", b"_transfer_bytes_s", "groups", b"groups", "prefill_tokens_s", b"prefill_tokens_s", "transfer_bytes_s", b"transfer_bytes_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prefill_tokens_s: _TypeAlias = _typing.Literal["prefill_tokens_s"]  # noqa: Y015
+    _WhichOneofArgType__prefill_tokens_s: _TypeAlias = _typing.Literal["_prefill_tokens_s", b"_prefill_tokens_s"]  # noqa: Y015
+    _WhichOneofReturnType__transfer_bytes_s: _TypeAlias = _typing.Literal["transfer_bytes_s"]  # noqa: Y015
+    _WhichOneofArgType__transfer_bytes_s: _TypeAlias = _typing.Literal["_transfer_bytes_s", b"_transfer_bytes_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_tokens_s) -> _WhichOneofReturnType__prefill_tokens_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__transfer_bytes_s) -> _WhichOneofReturnType__transfer_bytes_s | None: ...
+
+Global___Rates: _TypeAlias = Rates  # noqa: Y015
+
+@_typing.final
+class GroupBytes(_message.Message):
+    """Size of one KV group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_BYTES_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    token_bytes: _builtins.int
+    window: _builtins.int
+    """Absent: every token is kept."""
+    def __init__(
+        self,
+        *,
+        token_bytes: _builtins.int = ...,
+        window: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_window", b"_window", "window", b"window"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_window", b"_window", "token_bytes", b"token_bytes", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
+    _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__window) -> _WhichOneofReturnType__window | None: ...
+
+Global___GroupBytes: _TypeAlias = GroupBytes  # noqa: Y015
 
 @_typing.final
 class WorkerMessage(_message.Message):
@@ -960,16 +1103,71 @@ class WorkerMessage(_message.Message):
 Global___WorkerMessage: _TypeAlias = WorkerMessage  # noqa: Y015
 
 @_typing.final
+class LendRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    fingerprint: _builtins.str
+    first_block: _builtins.int
+    """Blocks before this one are not read."""
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Of the leading full blocks of a prompt."""
+
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+        keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        first_block: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "first_block", b"first_block", "incarnation", b"incarnation", "keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendRequest: _TypeAlias = LendRequest  # noqa: Y015
+
+@_typing.final
+class LendResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDOFF_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def handoff(self) -> Global___Handoff:
+        """Absent: nothing is lent."""
+
+    def __init__(
+        self,
+        *,
+        handoff: Global___Handoff | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendResponse: _TypeAlias = LendResponse  # noqa: Y015
+
+@_typing.final
 class OpenRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
-    READER_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.str
-    reader_id: _builtins.str
+    attempt_id: _builtins.str
+    """Who reads, and which attempt it is: the same in every copy of one message."""
     incarnation: _builtins.str
     fingerprint: _builtins.str
     @_builtins.property
@@ -978,14 +1176,14 @@ class OpenRequest(_message.Message):
         self,
         *,
         handoff_id: _builtins.str = ...,
-        reader_id: _builtins.str = ...,
+        attempt_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         fingerprint: _builtins.str = ...,
         groups: _abc.Iterable[Global___GroupBlocks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "groups", b"groups", "handoff_id", b"handoff_id", "incarnation", b"incarnation", "reader_id", b"reader_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "fingerprint", b"fingerprint", "groups", b"groups", "handoff_id", b"handoff_id", "incarnation", b"incarnation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1068,6 +1266,31 @@ class HandoffStatus(_message.Message):
 Global___HandoffStatus: _TypeAlias = HandoffStatus  # noqa: Y015
 
 @_typing.final
+class CloseResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALID_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    valid: _builtins.bool
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """XXH3 (64 bits) of each block that was opened, group after group in order; empty when the owner computes none."""
+
+    def __init__(
+        self,
+        *,
+        valid: _builtins.bool = ...,
+        digests: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "valid", b"valid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseResponse: _TypeAlias = CloseResponse  # noqa: Y015
+
+@_typing.final
 class ReleaseRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1092,6 +1315,46 @@ class ReleaseRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
+
+@_typing.final
+class ClearCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.str
+    """Of the worker that is meant; another life does nothing."""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClearCacheRequest: _TypeAlias = ClearCacheRequest  # noqa: Y015
+
+@_typing.final
+class ClearCacheResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_CLEARED_FIELD_NUMBER: _builtins.int
+    blocks_cleared: _builtins.int
+    """Over all KV groups."""
+    def __init__(
+        self,
+        *,
+        blocks_cleared: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_cleared", b"blocks_cleared"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClearCacheResponse: _TypeAlias = ClearCacheResponse  # noqa: Y015
 
 @_typing.final
 class DescribeRequest(_message.Message):

@@ -112,6 +112,11 @@ class BlockOwnerStub(object):
                 request_serializer=messages_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=messages_dot_v1_dot_worker__pb2.DescribeResponse.FromString,
                 _registered_method=True)
+        self.Lend = channel.unary_unary(
+                '/kvferry.internal.v1.BlockOwner/Lend',
+                request_serializer=messages_dot_v1_dot_worker__pb2.LendRequest.SerializeToString,
+                response_deserializer=messages_dot_v1_dot_worker__pb2.LendResponse.FromString,
+                _registered_method=True)
         self.Open = channel.unary_unary(
                 '/kvferry.internal.v1.BlockOwner/Open',
                 request_serializer=messages_dot_v1_dot_worker__pb2.OpenRequest.SerializeToString,
@@ -125,7 +130,7 @@ class BlockOwnerStub(object):
         self.Close = channel.unary_unary(
                 '/kvferry.internal.v1.BlockOwner/Close',
                 request_serializer=messages_dot_v1_dot_worker__pb2.HandoffRef.SerializeToString,
-                response_deserializer=messages_dot_v1_dot_worker__pb2.HandoffStatus.FromString,
+                response_deserializer=messages_dot_v1_dot_worker__pb2.CloseResponse.FromString,
                 _registered_method=True)
         self.Release = channel.unary_unary(
                 '/kvferry.internal.v1.BlockOwner/Release',
@@ -139,6 +144,13 @@ class BlockOwnerServicer(object):
 
     def Describe(self, request, context):
         """Says how to reach this worker's memory, so that a peer can connect before the first hand-off.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Lend(self, request, context):
+        """Pins what is cached of a prefix under a hand-off, so that a worker that lacks it can read it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,6 +192,11 @@ def add_BlockOwnerServicer_to_server(servicer, server):
                     request_deserializer=messages_dot_v1_dot_worker__pb2.DescribeRequest.FromString,
                     response_serializer=messages_dot_v1_dot_worker__pb2.DescribeResponse.SerializeToString,
             ),
+            'Lend': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lend,
+                    request_deserializer=messages_dot_v1_dot_worker__pb2.LendRequest.FromString,
+                    response_serializer=messages_dot_v1_dot_worker__pb2.LendResponse.SerializeToString,
+            ),
             'Open': grpc.unary_unary_rpc_method_handler(
                     servicer.Open,
                     request_deserializer=messages_dot_v1_dot_worker__pb2.OpenRequest.FromString,
@@ -193,7 +210,7 @@ def add_BlockOwnerServicer_to_server(servicer, server):
             'Close': grpc.unary_unary_rpc_method_handler(
                     servicer.Close,
                     request_deserializer=messages_dot_v1_dot_worker__pb2.HandoffRef.FromString,
-                    response_serializer=messages_dot_v1_dot_worker__pb2.HandoffStatus.SerializeToString,
+                    response_serializer=messages_dot_v1_dot_worker__pb2.CloseResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -228,6 +245,33 @@ class BlockOwner(object):
             '/kvferry.internal.v1.BlockOwner/Describe',
             messages_dot_v1_dot_worker__pb2.DescribeRequest.SerializeToString,
             messages_dot_v1_dot_worker__pb2.DescribeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.internal.v1.BlockOwner/Lend',
+            messages_dot_v1_dot_worker__pb2.LendRequest.SerializeToString,
+            messages_dot_v1_dot_worker__pb2.LendResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -308,7 +352,7 @@ class BlockOwner(object):
             target,
             '/kvferry.internal.v1.BlockOwner/Close',
             messages_dot_v1_dot_worker__pb2.HandoffRef.SerializeToString,
-            messages_dot_v1_dot_worker__pb2.HandoffStatus.FromString,
+            messages_dot_v1_dot_worker__pb2.CloseResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -336,6 +380,79 @@ class BlockOwner(object):
             '/kvferry.internal.v1.BlockOwner/Release',
             messages_dot_v1_dot_worker__pb2.ReleaseRequest.SerializeToString,
             messages_dot_v1_dot_worker__pb2.HandoffStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
+class WorkerControlStub(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ClearCache = channel.unary_unary(
+                '/kvferry.internal.v1.WorkerControl/ClearCache',
+                request_serializer=messages_dot_v1_dot_worker__pb2.ClearCacheRequest.SerializeToString,
+                response_deserializer=messages_dot_v1_dot_worker__pb2.ClearCacheResponse.FromString,
+                _registered_method=True)
+
+
+class WorkerControlServicer(object):
+    """Missing associated documentation comment in .proto file."""
+
+    def ClearCache(self, request, context):
+        """Forgets every cached block that no request uses.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_WorkerControlServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ClearCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearCache,
+                    request_deserializer=messages_dot_v1_dot_worker__pb2.ClearCacheRequest.FromString,
+                    response_serializer=messages_dot_v1_dot_worker__pb2.ClearCacheResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvferry.internal.v1.WorkerControl', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvferry.internal.v1.WorkerControl', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class WorkerControl(object):
+    """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def ClearCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.internal.v1.WorkerControl/ClearCache',
+            messages_dot_v1_dot_worker__pb2.ClearCacheRequest.SerializeToString,
+            messages_dot_v1_dot_worker__pb2.ClearCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

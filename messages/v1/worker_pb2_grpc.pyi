@@ -58,11 +58,13 @@ class BlockOwnerStub:
     def __new__(cls, channel: _aio.Channel) -> BlockOwnerAsyncStub: ...
     Describe: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeResponse]
     """Says how to reach this worker's memory, so that a peer can connect before the first hand-off."""
+    Lend: _grpc.UnaryUnaryMultiCallable[_worker_pb2.LendRequest, _worker_pb2.LendResponse]
+    """Pins what is cached of a prefix under a hand-off, so that a worker that lacks it can read it."""
     Open: _grpc.UnaryUnaryMultiCallable[_worker_pb2.OpenRequest, _worker_pb2.OpenResponse]
     """Checks owner, incarnation, layout and keys, pins the blocks, answers with a generation."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_worker_pb2.HandoffRef, _worker_pb2.HandoffStatus]
     """Extends the lease while a read goes on."""
-    Close: _grpc.UnaryUnaryMultiCallable[_worker_pb2.HandoffRef, _worker_pb2.HandoffStatus]
+    Close: _grpc.UnaryUnaryMultiCallable[_worker_pb2.HandoffRef, _worker_pb2.CloseResponse]
     """Answers whether everything read under this generation is valid, then lets the blocks go."""
     Release: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRequest, _worker_pb2.HandoffStatus]
     """The reader needs nothing (more); the owner frees at once. Idempotent."""
@@ -72,11 +74,13 @@ class BlockOwnerAsyncStub(BlockOwnerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Describe: _aio.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeResponse]  # type: ignore[assignment]
     """Says how to reach this worker's memory, so that a peer can connect before the first hand-off."""
+    Lend: _aio.UnaryUnaryMultiCallable[_worker_pb2.LendRequest, _worker_pb2.LendResponse]  # type: ignore[assignment]
+    """Pins what is cached of a prefix under a hand-off, so that a worker that lacks it can read it."""
     Open: _aio.UnaryUnaryMultiCallable[_worker_pb2.OpenRequest, _worker_pb2.OpenResponse]  # type: ignore[assignment]
     """Checks owner, incarnation, layout and keys, pins the blocks, answers with a generation."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_worker_pb2.HandoffRef, _worker_pb2.HandoffStatus]  # type: ignore[assignment]
     """Extends the lease while a read goes on."""
-    Close: _aio.UnaryUnaryMultiCallable[_worker_pb2.HandoffRef, _worker_pb2.HandoffStatus]  # type: ignore[assignment]
+    Close: _aio.UnaryUnaryMultiCallable[_worker_pb2.HandoffRef, _worker_pb2.CloseResponse]  # type: ignore[assignment]
     """Answers whether everything read under this generation is valid, then lets the blocks go."""
     Release: _aio.UnaryUnaryMultiCallable[_worker_pb2.ReleaseRequest, _worker_pb2.HandoffStatus]  # type: ignore[assignment]
     """The reader needs nothing (more); the owner frees at once. Idempotent."""
@@ -89,6 +93,14 @@ class BlockOwnerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DescribeResponse, _abc.Awaitable[_worker_pb2.DescribeResponse]]:
         """Says how to reach this worker's memory, so that a peer can connect before the first hand-off."""
+
+    @_abc_1.abstractmethod
+    def Lend(
+        self,
+        request: _worker_pb2.LendRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.LendResponse, _abc.Awaitable[_worker_pb2.LendResponse]]:
+        """Pins what is cached of a prefix under a hand-off, so that a worker that lacks it can read it."""
 
     @_abc_1.abstractmethod
     def Open(
@@ -111,7 +123,7 @@ class BlockOwnerServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _worker_pb2.HandoffRef,
         context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.HandoffStatus, _abc.Awaitable[_worker_pb2.HandoffStatus]]:
+    ) -> _typing.Union[_worker_pb2.CloseResponse, _abc.Awaitable[_worker_pb2.CloseResponse]]:
         """Answers whether everything read under this generation is valid, then lets the blocks go."""
 
     @_abc_1.abstractmethod
@@ -123,3 +135,28 @@ class BlockOwnerServicer(metaclass=_abc_1.ABCMeta):
         """The reader needs nothing (more); the owner frees at once. Idempotent."""
 
 def add_BlockOwnerServicer_to_server(servicer: BlockOwnerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class WorkerControlStub:
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> WorkerControlAsyncStub: ...
+    ClearCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.ClearCacheRequest, _worker_pb2.ClearCacheResponse]
+    """Forgets every cached block that no request uses."""
+
+@_typing.type_check_only
+class WorkerControlAsyncStub(WorkerControlStub):
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    ClearCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.ClearCacheRequest, _worker_pb2.ClearCacheResponse]  # type: ignore[assignment]
+    """Forgets every cached block that no request uses."""
+
+class WorkerControlServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def ClearCache(
+        self,
+        request: _worker_pb2.ClearCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.ClearCacheResponse, _abc.Awaitable[_worker_pb2.ClearCacheResponse]]:
+        """Forgets every cached block that no request uses."""
+
+def add_WorkerControlServicer_to_server(servicer: WorkerControlServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -127,7 +127,7 @@ async def idle_share(process: psutil.Process) -> float:
 
 async def run_scenarios() -> dict[str, str | float]:
     """Each scenario's name with "" or what went wrong, and the idle shares."""
-    owner, *spares = [OwnerProcess(f"owner-{number}") for number in range(5)]
+    owner, *spares = [OwnerProcess(f"owner-{number}") for number in range(6)]
     results: dict[str, str | float] = {}
     try:
         await owner.wait_ready()

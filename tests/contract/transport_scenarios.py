@@ -8,8 +8,12 @@ from typing import Protocol
 import pytest
 import torch
 
+from kv_store.transfer.bounded import BoundedTransport
+from kv_store.transfer.faulty import FaultyTransport
 from kv_store.transfer.protocol import BlockTransport, ByteRange, destination_free
 from messages.errors import PeerUnreachable, TransferError, TransferTimeout
+from messages.fault_plan import parse_faults
+from messages.faults import Faults
 
 SIZE = 4 << 20
 BLOCK = 64 << 10
@@ -273,6 +277,89 @@ async def killing_a_stopped_owner_frees_the_destination_of_a_read_that_hangs(wor
     assert world.reader.num_peers == num_peers
 
 
+async def a_new_peer_takes_the_place_of_the_one_used_least_recently_and_a_dead_one_is_refused_soon(
+    world: World,
+) -> None:
+    """Cases 3 and 24."""
+    owner = await connected(world, 15)
+    await world.reader.disconnect(owner.agent_name)
+    bounded = BoundedTransport(world.reader, max_peers=1)
+    successor = await world.start_owner()
+    await bounded.connect(owner.agent_name, owner.metadata)
+
+    await bounded.connect(successor.agent_name, successor.metadata)
+    assert world.reader.num_peers == 1
+    await bounded.read(successor.agent_name, blocks((0, 0)), deadline_s=10)
+    with pytest.raises(PeerUnreachable):
+        await bounded.read(owner.agent_name, blocks((1, 1)), deadline_s=10)
+
+    await successor.kill()
+    await bounded.disconnect(successor.agent_name)
+    started_s = time.monotonic()
+    with pytest.raises(TransferError):
+        await bounded.connect(successor.agent_name, successor.metadata)
+    assert time.monotonic() - started_s < 10
+
+    world.local.fill_(UNTOUCHED)
+    await bounded.connect(owner.agent_name, owner.metadata)
+    await bounded.read(owner.agent_name, blocks((2, 3)), deadline_s=10)
+    assert world.reader.num_peers == 1
+    assert holds(world, blocks((2, 3)), 15)
+
+
+def faulty(world: World, plan: str) -> FaultyTransport:
+    return FaultyTransport(world.reader, world.local, Faults(parse_faults(plan)))
+
+
+async def throttled_reads_take_their_time_and_share_the_rate(world: World) -> None:
+    owner = await connected(world, 16)
+    slow = faulty(world, "transfer.read:throttle=0.01")
+    num_blocks = 16
+    started_s = time.monotonic()
+
+    reads = [blocks(*((n, n) for n in range(first, first + num_blocks))) for first in (0, num_blocks)]
+    await asyncio.gather(*(slow.read(owner.agent_name, ranges, deadline_s=10) for ranges in reads))
+
+    expected_s = 2 * num_blocks * BLOCK / 0.01e9
+    assert expected_s <= time.monotonic() - started_s < expected_s + 1
+    assert holds(world, [*reads[0], *reads[1]], 16)
+
+
+async def a_read_slower_than_its_deadline_times_out_and_leaves_its_destination_free(world: World) -> None:
+    owner = await connected(world, 17)
+    started_s = time.monotonic()
+
+    for plan in ("transfer.read:throttle=0.0001", "transfer.read:delay=5"):
+        with pytest.raises(TransferTimeout) as caught:
+            await faulty(world, plan).read(owner.agent_name, blocks((1, 1)), deadline_s=0.2)
+        assert destination_free(caught.value) is None
+
+    assert 0.4 <= time.monotonic() - started_s < 3
+
+
+async def a_corrupted_read_differs_in_one_bit_and_nowhere_else(world: World) -> None:
+    owner = await connected(world, 18)
+
+    size = await faulty(world, "transfer.read:corrupt*1").read(owner.agent_name, blocks((4, 9), (5, 2)), deadline_s=10)
+
+    assert size == 2 * BLOCK
+    assert not holds(world, blocks((4, 9), (5, 2)), 18)
+    world.local[10 * BLOCK - 1] ^= 1
+    assert holds(world, blocks((4, 9), (5, 2)), 18)
+
+
+async def a_read_that_fails_on_purpose_fails_after_the_bytes(world: World) -> None:
+    owner = await connected(world, 19)
+    failing = faulty(world, "transfer.read:error*1")
+
+    with pytest.raises(TransferError) as caught:
+        await failing.read(owner.agent_name, blocks((4, 9)), deadline_s=10)
+    assert destination_free(caught.value) is None
+    assert holds(world, blocks((4, 9)), 19)
+
+    assert await failing.read(owner.agent_name, blocks((5, 2)), deadline_s=10) == BLOCK
+
+
 Scenario = Callable[[World], Awaitable[None]]
 
 SCENARIOS: dict[str, Scenario] = {
@@ -293,5 +380,10 @@ SCENARIOS: dict[str, Scenario] = {
         a_stopped_owner_is_unreachable_at_connecting_and_comes_back,
         a_killed_owner_fails_its_reads_soon_and_the_reader_goes_on_with_its_successor,
         killing_a_stopped_owner_frees_the_destination_of_a_read_that_hangs,
+        a_new_peer_takes_the_place_of_the_one_used_least_recently_and_a_dead_one_is_refused_soon,
+        throttled_reads_take_their_time_and_share_the_rate,
+        a_read_slower_than_its_deadline_times_out_and_leaves_its_destination_free,
+        a_corrupted_read_differs_in_one_bit_and_nowhere_else,
+        a_read_that_fails_on_purpose_fails_after_the_bytes,
     )
 }

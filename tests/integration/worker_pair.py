@@ -22,6 +22,8 @@ from deployments.worker.runtime import WorkerParts, WorkerRuntime, agent_name
 from deployments.worker_links import WorkerLinks
 from kv_store.registry.memory import MemoryRegistry
 from kv_store.transfer.loopback import LoopbackNetwork, LoopbackTransport
+from messages.fault_plan import parse_faults
+from messages.faults import Faults
 from messages.requests import GenerationRequest, RequestId, SamplingParams
 from telemetry.metrics import GatewayMetrics, WorkerSample
 
@@ -56,9 +58,12 @@ class WorkerPair:
         num_blocks: int = 64,
         lease_s: float = 5.0,
         preempts_each_once: bool = False,
+        faults: str = "",
+        handoff: dict[str, Any] | None = None,
         **model: Any,
     ) -> None:
         self._preempts_each_once = preempts_each_once
+        self._faults = parse_faults(faults)
         self.config = AppConfig(
             version=1,
             models=[
@@ -75,7 +80,7 @@ class WorkerPair:
                 PoolConfig(name="prefill", role="prefill", num_threads=1),
                 PoolConfig(name="decode", role="decode", num_threads=1),
             ],
-            handoff=HandoffConfig(lease_s=lease_s, read_deadline_s=min(2.0, lease_s / 2)),
+            handoff=HandoffConfig(**({"lease_s": lease_s, "read_deadline_s": min(2.0, lease_s / 2)} | (handoff or {}))),
         )
         self.folder = folder
         self.registry = MemoryRegistry()
@@ -86,18 +91,7 @@ class WorkerPair:
 
     async def __aenter__(self) -> Self:
         for pool in self.config.pools:
-            name = agent_name(pool.name)
-            model = await asyncio.to_thread(load_host, self.config, pool, self.folder)
-            model = replace(model, limits=replace(model.limits, preempts_each_once=self._preempts_each_once))
-            parts = WorkerParts(
-                model=model,
-                transport=LoopbackTransport(name, model.arena.buffer, self.network),
-                registry=self.registry,
-                grammars=model.make_grammars(),
-            )
-            runtime = WorkerRuntime(self.config, pool, pool.name, "127.0.0.1", parts)
-            self.agents[pool.name] = name
-            self.workers[pool.name] = await self._exits.enter_async_context(runtime)
+            await self._start(pool)
         self.links = WorkerLinks(self.registry)
         watch = asyncio.create_task(self.links.watch())
         self._exits.push_async_callback(_end, watch)
@@ -108,6 +102,37 @@ class WorkerPair:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._exits.aclose()
+
+    async def restart(self, name: str) -> None:
+        """Let a worker die without a word and start its next life on the same address."""
+        port = int(self.workers[name].address.rpartition(":")[2])
+        await self.kill(name)
+        await self._start(self.config.pool(name), port)
+
+    async def kill(self, name: str) -> None:
+        """End a worker as SIGKILL does: its memory and its sockets are gone, nobody is told."""
+        worker = self.workers.pop(name)
+        self.network.kill(self.agents.pop(name))
+        for task in worker._tasks:
+            task.cancel()
+        await worker._server.stop(None)
+        worker._engine.close()
+
+    async def _start(self, pool: PoolConfig, port: int = 0) -> None:
+        name = agent_name(pool.name)
+        faults = Faults(self._faults, pool=pool.name)
+        model = await asyncio.to_thread(load_host, self.config, pool, self.folder, faults)
+        limits = replace(model.limits, preempts_each_once=self._preempts_each_once)
+        parts = WorkerParts(
+            model=replace(model, limits=limits),
+            transport=LoopbackTransport(name, model.arena.buffer, self.network),
+            registry=self.registry,
+            grammars=model.make_grammars(),
+            faults=faults,
+        )
+        runtime = WorkerRuntime(self.config, pool, pool.name, "127.0.0.1", parts, port)
+        self.agents[pool.name] = name
+        self.workers[pool.name] = await self._exits.enter_async_context(runtime)
 
     async def route(self, prompt: list[int], max_tokens: int = 8, name: str = "r") -> Route:
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, end_token_ids=(2,), seed=1)

@@ -70,6 +70,10 @@ class Provenance:
     transfer_s: float
     exposed_s: float
     """Transfer time that the first decode step had to wait for."""
+    reused_from: tuple[str, ...] = ()
+    """Workers that lent a prefix to the one that computed the prompt, in the order of the prompt."""
+    reused_tokens: int = 0
+    """Prompt tokens that were read from them instead of computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +219,8 @@ def completion_of(
             bytes_moved=moved.bytes_moved,
             transfer_s=moved.transfer_seconds,
             exposed_s=moved.exposed_seconds,
+            reused_from=tuple(moved.reused_from),
+            reused_tokens=moved.reused_tokens,
         ),
         timings=Timings(first_token_s=timings.first_token_seconds, total_s=timings.total_seconds),
         request_id=request_id,

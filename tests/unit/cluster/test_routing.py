@@ -3,6 +3,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.pools import PoolSpec
+from cluster.reuse import GroupBytes, ReuseRules, WorkerRates
 from cluster.routing import Decision, Demand, RoutingRules, WorkerView, choose
 from messages.errors import Unavailable
 
@@ -98,3 +99,76 @@ def test_decode_avoids_a_worker_without_room() -> None:
 
 def test_prefill_goes_to_the_shorter_queue() -> None:
     assert decide(1000, replace(S1, queued_prefill_tokens=10), S2, D1).prefill == "s2"
+
+
+FAST = WorkerRates(prefill_tokens_s=1000.0, transfer_bytes_s=1e9, groups=(GroupBytes(token_bytes=1000),))
+"""A token is read in a thousandth of the time that computing it takes."""
+REUSE = replace(RULES, reuse=ReuseRules(min_tokens=32, overhead_s=0.01, margin=0.0))
+
+
+def decide_reuse(prompt_tokens: int, *workers: WorkerView, force_remote: bool = False) -> Decision:
+    able = [replace(worker, rates=FAST) for worker in workers]
+    return choose(Demand(prompt_tokens=prompt_tokens), able, REUSE, force_remote=force_remote)
+
+
+def test_without_rules_for_reuse_nothing_is_fetched() -> None:
+    decision = decide(1000, S1, D1, replace(D2, cached_tokens=960, running=50))
+
+    assert (decision.decode, decision.reuse.verdict) == ("d1", "nothing")
+
+
+def test_a_unified_worker_fetches_what_a_busy_one_holds() -> None:
+    busy, idle = replace(U1, cached_tokens=960, running=9), worker("u2", "both")
+
+    decision = decide_reuse(1000, busy, idle)
+
+    assert (decision.decode, decision.prefill, decision.uncached_tokens) == ("u2", None, 40)
+    assert (decision.reuse.verdict, decision.reuse.sources, decision.reuse.gained_tokens) == ("fetch", ("u1",), 960)
+
+
+def test_the_holder_itself_is_chosen_while_it_is_idle() -> None:
+    decision = decide_reuse(1000, replace(U1, cached_tokens=960), worker("u2", "both"))
+
+    assert (decision.decode, decision.reuse.verdict) == ("u1", "nothing")
+
+
+@pytest.mark.parametrize(("rest", "prefill"), [(32, None), (33, "s1")])
+def test_a_decode_worker_fetches_and_computes_the_rest_when_its_limit_allows(rest: int, prefill: str | None) -> None:
+    """Rule 15: by the tokens that are uncached there, after what is fetched."""
+    decision = decide_reuse(960 + rest, replace(S1, cached_tokens=960), D1)
+
+    assert (decision.prefill, decision.uncached_tokens) == (prefill, rest)
+    assert decision.is_local_limited == (prefill is None)
+    assert decision.reuse.sources == (("s1",) if prefill is None else ())
+
+
+def test_a_refused_local_prefill_goes_remote_whatever_could_be_fetched() -> None:
+    assert decide_reuse(970, replace(S1, cached_tokens=960), D1, force_remote=True).prefill == "s1"
+
+
+def test_the_prefill_worker_fetches_what_another_holds() -> None:
+    decision = decide_reuse(1960, replace(S1, cached_tokens=960, queued_prefill_tokens=5000), S2, D1)
+
+    assert (decision.prefill, decision.uncached_tokens, decision.reuse.sources) == ("s2", 1000, ("s1",))
+
+
+def test_the_pool_is_chosen_by_what_is_left_after_the_fetch() -> None:
+    decision = decide_reuse(20_000, S1, replace(D1, cached_tokens=0), replace(L1, cached_tokens=19_000, running=500))
+
+    assert (decision.prefill, decision.prompt_class, decision.uncached_tokens) == ("s1", "short", 1000)
+
+
+def test_blocks_move_between_equal_layouts_only() -> None:
+    other = replace(U1, cached_tokens=960, running=9, fingerprint="another")
+
+    assert decide_reuse(1000, other, worker("u2", "both")).reuse.verdict == "nothing"
+
+
+@pytest.mark.parametrize("held", range(0, 1000, 37))
+def test_one_more_token_elsewhere_never_makes_a_worker_dearer(held: int) -> None:
+    costs = [
+        decide_reuse(1000, replace(U1, cached_tokens=held + more, running=99), worker("u2", "both")).uncached_tokens
+        for more in (0, 1)
+    ]
+
+    assert costs[1] <= costs[0]

@@ -16,7 +16,8 @@ from deployments.config import (
     cache_dir,
     default_model_name,
     demo_config,
-    fault_points,
+    fault_rules,
+    faults,
     load_config,
     parse_config,
 )
@@ -216,12 +217,15 @@ def test_kv_memory_is_bytes_on_a_cpu_and_a_share_on_a_gpu_unless_it_is_given() -
     assert (given.kv_bytes(on_gpu=False), given.kv_bytes(on_gpu=True)) == (2048, 2048)
 
 
-def test_fault_points_come_from_the_environment_and_unknown_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVFERRY_FAULTS", "engine.preempt_once")
-    assert fault_points() == {"engine.preempt_once"}
+def test_faults_come_from_the_environment_and_unknown_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFERRY_FAULTS", "engine.preempt_once,handoff.close:drop@decode")
+    assert [str(rule) for rule in fault_rules()] == ["engine.preempt_once:preempt", "handoff.close:drop@decode"]
+    assert faults("decode").has("handoff.close")
+    assert not faults("prefill").has("handoff.close")
+
     monkeypatch.delenv("KVFERRY_FAULTS")
-    assert fault_points() == frozenset()
+    assert not faults().is_set
 
     monkeypatch.setenv("KVFERRY_FAULTS", "engine.typo")
-    with pytest.raises(ConfigError, match=r"engine\.typo"):
-        fault_points()
+    with pytest.raises(ConfigError, match=r"KVFERRY_FAULTS: .*engine\.typo"):
+        faults()

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 from engine.admission import SchedulerLimits
 from engine.batch import Batch, Matcher, Row, RowResult, Sampled
-from engine.events import EngineEvent
-from engine.request import Part, RequestState, Totals
+from engine.events import Borrowing, EngineEvent, Lent, WorkDone
+from engine.request import BorrowTerms, Part, RequestState, Totals
 from engine.scheduler import Scheduler
 from kv_store.block_key import KeyExtras, block_keys, root_key
 from kv_store.layout import BlockLayout, KvGroup
 from kv_store.local_cache import BlockCopy, LocalCache
+from messages.handoff import BlockKey
 from messages.requests import GenerationRequest, RequestId, SamplingParams
 from messages.tokens import FinishReason, TokenEvent
 
@@ -115,6 +116,8 @@ class Bench:
         stop: tuple[int, ...] = (),
         end: tuple[int, ...] = (END_TOKEN,),
         matcher: Matcher | None = None,
+        borrow: BorrowTerms | None = None,
+        prompt_logprobs: int | None = None,
     ) -> None:
         request = GenerationRequest(
             request_id=RequestId(name),
@@ -122,7 +125,12 @@ class Bench:
             prompt_token_ids=tuple(prompt),
             priority=priority,
             sampling=SamplingParams(
-                max_tokens=max_tokens, temperature=0.0, end_token_ids=end, stop_token_ids=stop, n=n
+                max_tokens=max_tokens,
+                temperature=0.0,
+                end_token_ids=end,
+                stop_token_ids=stop,
+                n=n,
+                prompt_logprobs=prompt_logprobs,
             ),
         )
         root = root_key(KeyExtras(model="m", block_size=self.block_size, codec="raw-float32", adapter=None, salt=salt))
@@ -134,6 +142,7 @@ class Bench:
             totals=Totals(arrived_s=self.now_s),
             max_uncached_tokens=max_uncached,
             matcher=matcher,
+            borrow=borrow,
         )
         self._take(self.scheduler.submit(state))
 
@@ -153,6 +162,33 @@ class Bench:
             if not self.step():
                 return
         raise AssertionError("the scheduler does not come to rest")
+
+    def receive(self, name: str, num_tokens: int) -> None:
+        self._take(self.scheduler.receive(RequestId(name), num_tokens))
+
+    def lend(self, name: str, keys: Sequence[BlockKey], first_block: int = 0) -> Lent:
+        (lent,) = self.scheduler.lend(RequestId(name), keys, first_block)
+        assert isinstance(lent, Lent)
+        return lent
+
+    def read(self, owner: "Bench", lent: Lent, wanted: Borrowing) -> int:
+        """Copy what is lent into the places that are wanted; gives the number of blocks."""
+        pairs = [
+            (group, ref.block_id, local_id)
+            for group, (refs, local_ids) in enumerate(zip(lent.groups, wanted.groups, strict=True))
+            for ref, local_id in zip(refs, local_ids, strict=False)
+            if ref is not None and local_id is not None
+        ]
+        for group, remote_id, local_id in pairs:
+            for inside in range(self.block_size):
+                # The end of a last block was never written.
+                if (group, remote_id, inside) in owner.model.memory:
+                    self.model.memory[group, local_id, inside] = owner.model.memory[group, remote_id, inside]
+        return len(pairs)
+
+    def finished_prefills(self) -> set[str]:
+        """Requests whose blocks only a hand-off keeps."""
+        return {event.request_id for event in self.events if isinstance(event, WorkDone) and event.is_held}
 
     def take(self, kind: type[EngineEvent]) -> list[EngineEvent]:
         return [event for event in self.events if isinstance(event, kind)]

@@ -1,3 +1,5 @@
+from itertools import count
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -7,6 +9,8 @@ from kv_store.handoff import BlockGroups, HandoffTable
 from messages.errors import HandoffError, HandoffStale, HandoffUnknown, LayoutMismatch
 from messages.handoff import BlockId, BlockKey, BlockRef, Handoff, HandoffId
 from messages.requests import RequestId
+
+ATTEMPTS = count()
 
 
 def make_table(lease_s: float = 30.0) -> HandoffTable:
@@ -25,8 +29,14 @@ def grant(table: HandoffTable, request_id: str = "r", now_s: float = 0.0, groups
 
 
 def open_(table: HandoffTable, handoff: Handoff, now_s: float = 0.0, **other: object) -> int:
-    asked = {"incarnation": handoff.incarnation, "fingerprint": "f", "groups": handoff.groups, **other}
-    return table.open(handoff.handoff_id, reader_id="d", now_s=now_s, **asked)  # type: ignore[arg-type]  # built above
+    asked = {
+        "attempt_id": f"attempt-{next(ATTEMPTS)}",
+        "incarnation": handoff.incarnation,
+        "fingerprint": "f",
+        "groups": handoff.groups,
+        **other,
+    }
+    return table.open(handoff.handoff_id, now_s=now_s, **asked)  # type: ignore[arg-type]  # built above
 
 
 def close(table: HandoffTable, handoff: Handoff, generation: int, now_s: float = 0.0) -> bool:
@@ -75,6 +85,39 @@ def test_a_second_open_supersedes_the_first() -> None:
     assert close(table, handoff, second)
 
 
+def test_an_open_that_comes_twice_is_one_attempt() -> None:
+    """Rule 5, late messages: a copy of Open changes nothing, and after a later attempt it is refused."""
+    table = make_table()
+    handoff = grant(table)
+    first = open_(table, handoff, attempt_id="a")
+
+    assert open_(table, handoff, attempt_id="a") == first
+    assert table.heartbeat(handoff.handoff_id, handoff.incarnation, first, 0.0)
+
+    second = open_(table, handoff, attempt_id="b")
+    with pytest.raises(HandoffStale):
+        open_(table, handoff, attempt_id="a")
+    assert close(table, handoff, second)
+
+
+def test_late_messages_are_counted_and_good_ones_are_not() -> None:
+    table = make_table()
+    handoff = grant(table)
+    generation = open_(table, handoff)
+    table.heartbeat(handoff.handoff_id, handoff.incarnation, generation, 1.0)
+    close(table, handoff, generation)
+    assert (table.num_late, table.num_extended) == (0, 1)
+
+    close(table, handoff, generation)
+    table.heartbeat(handoff.handoff_id, handoff.incarnation, generation, 1.0)
+    table.release(handoff.handoff_id, handoff.incarnation, 1.0)
+    with pytest.raises(HandoffUnknown):
+        open_(table, handoff)
+
+    assert (table.num_late, table.num_extended) == (4, 1)
+    assert table.pop_freed() == ["r"]
+
+
 def test_a_read_that_outlives_a_lease_of_50_ms_is_stale() -> None:
     table = make_table(lease_s=0.050)
     handoff = grant(table)
@@ -115,6 +158,7 @@ def test_a_fence_raises_the_generation() -> None:
 
 
 def test_after_a_forced_expiry_the_request_can_be_granted_and_read_again() -> None:
+    """Case 37."""
     table = make_table(lease_s=0.050)
     grant(table)
     table.expire(1.0)
@@ -138,6 +182,7 @@ def test_heartbeats_keep_a_lease_alive() -> None:
 
 
 def test_release_frees_at_once_in_any_state() -> None:
+    """Rule 3: an explicit release, not the lease, frees."""
     table = make_table()
     not_opened, opened = grant(table, "a"), grant(table, "b")
     generation = open_(table, opened)
@@ -151,6 +196,7 @@ def test_release_frees_at_once_in_any_state() -> None:
 
 
 def test_another_life_of_the_owner_is_stale_everywhere() -> None:
+    """Rule 5: incarnation."""
     table = make_table()
     handoff = grant(table)
     generation = open_(table, handoff)
@@ -164,6 +210,7 @@ def test_another_life_of_the_owner_is_stale_everywhere() -> None:
 
 
 def test_another_layout_is_refused_at_open() -> None:
+    """Rule 13."""
     table = make_table()
     handoff = grant(table)
 
@@ -177,7 +224,7 @@ def test_an_unknown_handoff_is_refused_at_open() -> None:
     table = make_table()
 
     with pytest.raises(HandoffUnknown):
-        table.open(HandoffId("x"), reader_id="d", incarnation="life-1", fingerprint="f", groups=(refs(),), now_s=0.0)
+        table.open(HandoffId("x"), attempt_id="d", incarnation="life-1", fingerprint="f", groups=(refs(),), now_s=0.0)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +238,7 @@ def test_an_unknown_handoff_is_refused_at_open() -> None:
     ids=["block id", "hole", "beyond the end", "key"],
 )
 def test_a_block_that_is_not_offered_in_its_place_is_stale(groups: BlockGroups) -> None:
+    """Rule 5: block id and key."""
     table = make_table()
     handoff = grant(table)
 

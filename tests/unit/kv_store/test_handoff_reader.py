@@ -69,13 +69,13 @@ async def test_blocks_held_already_and_holes_are_neither_asked_for_nor_read() ->
 
 async def test_room_beyond_the_prompt_is_not_read() -> None:
     pair = Pair()
-    handoff = pair.grant((refs(3, 4, 8), refs(1)), 20)
-    reader = pair.reader(handoff, (ids(1, 2, 3, 4), ids(5, 6)))
+    handoff = pair.grant((refs(3, 4, 8), refs(1, 2)), 20)
+    reader = pair.reader(handoff, (ids(1, 2, 3, 4), ids(5, 6, 7)))
 
     await reader.open()
     await reader.read_through(20)
 
-    assert (await reader.close()).blocks == 3
+    assert (await reader.close()).blocks == 4
 
 
 async def test_a_handoff_of_which_nothing_is_wanted_closes_without_a_read() -> None:
@@ -105,6 +105,7 @@ async def test_closing_before_everything_was_read_is_refused() -> None:
 
 
 async def test_a_read_slower_than_a_lease_of_50_ms_is_stale_and_the_next_grant_works() -> None:
+    """Cases 36 and 37."""
     pair = Pair(lease_s=0.050)
     late = pair.reader(pair.grant((refs(3), refs()), 16), (ids(3), ids()))
     await late.open()
@@ -122,6 +123,7 @@ async def test_a_read_slower_than_a_lease_of_50_ms_is_stale_and_the_next_grant_w
 
 
 async def test_bytes_of_a_reassigned_block_are_never_called_valid() -> None:
+    """Rules 1 and 2; case 8."""
     pair = Pair(lease_s=0.050)
     reader = pair.reader(pair.grant((refs(3), refs()), 16), (ids(3), ids()))
     await reader.open()
@@ -135,6 +137,7 @@ async def test_bytes_of_a_reassigned_block_are_never_called_valid() -> None:
 
 
 async def test_a_second_attempt_makes_the_first_stale() -> None:
+    """Rule 1: bytes of generation g-1 are refused."""
     pair = Pair()
     handoff = pair.grant((refs(3), refs()), 16)
     first, second = (pair.reader(handoff, (ids(number), ids())) for number in (1, 2))
@@ -151,6 +154,7 @@ async def test_a_second_attempt_makes_the_first_stale() -> None:
 
 
 async def test_heartbeats_keep_the_lease_during_a_long_prefill() -> None:
+    """Rule 3."""
     pair = Pair(lease_s=0.060)
     reader = pair.reader(pair.grant((refs(3), refs()), 16), (ids(3), ids()))
     await reader.open()

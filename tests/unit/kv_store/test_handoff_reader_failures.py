@@ -7,12 +7,13 @@ from kv_store.handoff import BlockGroups
 from kv_store.handoff_local import LocalHandoffOwner
 from kv_store.handoff_reader import HandoffReader
 from messages.errors import HandoffError, HandoffStale, HandoffUnknown, PeerUnreachable, TransferTimeout
-from messages.handoff import Handoff, OpenReply
+from messages.handoff import CloseReply, Handoff, OpenReply
 from tests.unit.kv_store.handoff_pair import GEOMETRY, Pair, ids, refs
 
 
 @pytest.mark.parametrize("state", ["new", "open", "half read", "closed", "abandoned"])
 async def test_abandon_works_from_every_state_and_frees_the_owner_at_once(state: str) -> None:
+    """Rule 4, for the reader of a hand-off."""
     pair = Pair()
     reader = pair.reader(pair.grant((refs(3, 4), refs()), 32), (ids(3, 4), ids()))
     steps: dict[str, list[Callable[[], Awaitable[object]]]] = {
@@ -34,6 +35,7 @@ async def test_abandon_works_from_every_state_and_frees_the_owner_at_once(state:
 
 
 async def test_a_timed_out_read_is_abandoned_only_when_its_destination_is_quiet() -> None:
+    """Rule 1."""
     pair = Pair()
     reader = pair.reader(pair.grant((refs(3), refs()), 16), (ids(3), ids()), deadline_s=0.02)
     await reader.open()
@@ -55,7 +57,7 @@ async def test_a_timed_out_read_is_abandoned_only_when_its_destination_is_quiet(
     assert pair.num_written == 0
 
 
-async def test_a_failed_read_can_not_be_closed_as_valid() -> None:
+async def test_a_read_that_fails_first_leaves_nothing_good() -> None:
     pair = Pair()
     reader = pair.reader(pair.grant((refs(3), refs()), 16), (ids(3), ids()))
     await reader.open()
@@ -64,10 +66,64 @@ async def test_a_failed_read_can_not_be_closed_as_valid() -> None:
     with pytest.raises(PeerUnreachable):
         await reader.read_through(16)
     with pytest.raises(HandoffStale):
-        await reader.close()
+        await reader.read_through(16)
+    stats = await reader.close()
     await reader.abandon()
 
+    assert (stats.good_tokens, stats.blocks) == (0, 0)
     assert pair.table.pop_freed() == ["r"]
+
+
+async def test_what_was_read_before_a_failure_is_good() -> None:
+    """Rule 25: truncated at the first bad block."""
+    pair = Pair()
+    reader = pair.reader(pair.grant((refs(3, 4, 5), refs(1, 2, 6)), 40), (ids(3, 4, 5), ids(1, 2, 6)))
+    await reader.open()
+    await reader.read_through(16)
+    pair.network.kill("p-1")
+    with pytest.raises(PeerUnreachable):
+        await reader.read_through(32)
+
+    stats = await reader.close()
+
+    assert (stats.good_tokens, stats.blocks) == (16, 2)
+    assert pair.has_block(0, 3, 3)
+    assert pair.has_block(1, 1, 1)
+
+
+async def test_after_a_failure_nothing_behind_a_hole_of_the_owner_is_good() -> None:
+    """A window of the shorter prompt may need what the owner has no block for."""
+    pair = Pair()
+    reader = pair.reader(pair.grant((refs(3, 4, 5), refs(None, 2, 6)), 40), (ids(3, 4, 5), ids(1, 2, 6)))
+    await reader.open()
+    await reader.read_through(32)
+    pair.network.kill("p-1")
+    with pytest.raises(PeerUnreachable):
+        await reader.read_through(40)
+
+    assert (await reader.close()).good_tokens == 0
+
+
+async def test_a_failure_with_an_ended_lease_leaves_nothing_good() -> None:
+    pair = Pair(lease_s=1.0)
+    reader = pair.reader(pair.grant((refs(3, 4), refs()), 32), (ids(3, 4), ids()))
+    await reader.open()
+    await reader.read_through(16)
+    pair.network.kill("p-1")
+    with pytest.raises(PeerUnreachable):
+        await reader.read_through(32)
+    pair.now_s = 2.0
+
+    with pytest.raises(HandoffStale):
+        await reader.close()
+
+
+def test_an_owner_with_fewer_blocks_than_the_prompt_is_refused() -> None:
+    """Case 23: a hand-off has all blocks or is recomputed."""
+    pair = Pair()
+
+    with pytest.raises(HandoffError, match="fewer blocks"):
+        pair.reader(pair.grant((refs(3), refs()), 17), (ids(3, 4), ids()))
 
 
 async def test_cancelling_in_the_middle_of_a_read_then_abandoning_waits_for_the_bytes(
@@ -172,7 +228,7 @@ class SilentOwner:
     async def heartbeat(self, handoff: Handoff, generation: int) -> bool:
         raise PeerUnreachable("no answer", handoff_id=handoff.handoff_id, generation=generation)
 
-    async def close(self, handoff: Handoff, generation: int) -> bool:
+    async def close(self, handoff: Handoff, generation: int) -> CloseReply:
         raise PeerUnreachable("no answer", handoff_id=handoff.handoff_id, generation=generation)
 
     async def release(self, handoff: Handoff, reason: str) -> None:

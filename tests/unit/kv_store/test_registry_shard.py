@@ -2,10 +2,16 @@ import socket
 import time
 
 import pytest
+from redis.asyncio.connection import SSLConnection
 
+from kv_store.registry.connection import ShardAccess, ShardAddress
 from kv_store.registry.redis import RedisRegistry, shard_name
-from kv_store.registry.shard import CircuitBreaker, RegistryShard, ShardFailure, ShardLimits
+from kv_store.registry.shard import CircuitBreaker, RegistryShard, ShardFailure, ShardHooks, ShardLimits
 from messages.errors import ConfigError
+
+
+def shard_at(url: str, failures: list[ShardFailure], limits: ShardLimits | None = None) -> RegistryShard:
+    return RegistryShard(ShardAddress(url), limits or ShardLimits(), ShardHooks(on_failure=failures.append))
 
 
 def test_a_closed_breaker_lets_everybody_through() -> None:
@@ -73,12 +79,41 @@ def test_a_bad_registry_address_is_a_config_error(shards: list[str], namespace: 
         RedisRegistry(shards, namespace)
 
 
+def test_what_is_said_of_an_address_has_no_password() -> None:
+    access = ShardAccess(username="user", password="secret")
+
+    assert "secret" not in repr(access)
+    with pytest.raises(ConfigError) as caught:
+        ShardAddress("http://user:secret@redis-0")
+    assert "secret" not in str(caught.value)
+
+
+def test_another_node_of_a_cluster_lets_us_in_the_same_way() -> None:
+    seed = ShardAddress("rediss://user:secret@redis-0.kv:7000", ShardAccess(ca_file="ca.pem"))
+
+    node = seed.at("redis-9.kv", 7001)
+
+    made = node.make_connection(ShardLimits())
+    assert node.name == "redis-9.kv:7001/0"
+    assert isinstance(made, SSLConnection)
+    assert (made.username, made.password, made.ca_certs) == ("user", "secret", "ca.pem")
+    assert (made.host, made.port) == ("redis-9.kv", 7001)
+
+
+def test_what_the_url_says_goes_before_the_rest() -> None:
+    access = ShardAccess(username="a", password="b")
+
+    made = ShardAddress("redis://c:d@redis-0", access).make_connection(ShardLimits())
+
+    assert (made.username, made.password) == ("c", "d")
+
+
 async def test_a_port_without_a_server_answers_none_and_is_reported() -> None:
     failures: list[ShardFailure] = []
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         url = f"redis://127.0.0.1:{reserved.getsockname()[1]}/0"
-        shard = RegistryShard("s", url, ShardLimits(timeout_s=5.0), failures.append)
+        shard = shard_at(url, failures, ShardLimits(timeout_s=5.0))
 
         replies = await shard.run("lookup", [("HGETALL", b"k"), ("HGETALL", b"l")])
         again = await shard.run("lookup", [("HGETALL", b"k")])
@@ -92,7 +127,7 @@ async def test_a_server_that_says_nothing_costs_one_timeout_and_then_nothing() -
     failures: list[ShardFailure] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
-        shard = RegistryShard("s", url, ShardLimits(timeout_s=0.05, cooldown_s=60.0), failures.append)
+        shard = shard_at(url, failures, ShardLimits(timeout_s=0.05, cooldown_s=60.0))
 
         await shard.run("lookup", [("HGETALL", b"k")])
         started_s = time.monotonic()
@@ -107,6 +142,6 @@ async def test_a_server_that_says_nothing_costs_one_timeout_and_then_nothing() -
 
 
 async def test_no_commands_are_no_round_trip() -> None:
-    shard = RegistryShard("s", "redis://127.0.0.1:1/0", ShardLimits(), lambda failure: None)
+    shard = shard_at("redis://127.0.0.1:1/0", [])
 
     assert await shard.run("publish", []) == []
