@@ -107,7 +107,7 @@ class WorkerLink:
     is_up: bool = False
     is_listed: bool = True
     """The worker's lease runs."""
-    _outgoing: asyncio.Queue[pb.GatewayMessage] = field(default_factory=asyncio.Queue)
+    _outgoing: asyncio.Queue[pb.GatewayMessage | None] = field(default_factory=asyncio.Queue)
     _exchanges: dict[RequestId, tuple[Exchange, Source]] = field(default_factory=dict)
 
     def attach(self, exchange: Exchange, source: Source) -> None:
@@ -148,7 +148,8 @@ class WorkerLink:
                     if not self._take(message):
                         return
         finally:
-            # Left to the garbage collector, a call complains about what it was waiting for.
+            # Otherwise the call goes on waiting for messages, and is found so by the garbage collector.
+            self._outgoing.put_nowait(None)
             call.cancel()
 
     def _take(self, message: pb.WorkerMessage) -> bool:
@@ -166,10 +167,10 @@ class WorkerLink:
                     self._route(event)
         return True
 
-    async def _messages(self, outgoing: asyncio.Queue[pb.GatewayMessage]) -> AsyncIterator[pb.GatewayMessage]:
+    async def _messages(self, outgoing: asyncio.Queue[pb.GatewayMessage | None]) -> AsyncIterator[pb.GatewayMessage]:
         yield pb.GatewayMessage(hello=pb.Hello(gateway_id=self.gateway_id))
-        while True:
-            yield await outgoing.get()
+        while (message := await outgoing.get()) is not None:
+            yield message
 
     def _route(self, event: pb.Event) -> None:
         kind = event.WhichOneof("body")

@@ -127,7 +127,7 @@ class EngineLoop:
         self._commands.put(lambda: self._scheduler.receive(request_id, num_tokens))
 
     def set_aside(self, request_id: RequestId, aside_id: RequestId) -> None:
-        """Let a request that borrows go on with other blocks; its old ones stay referenced until `abort(aside_id)`."""
+        """Let a request go on with other blocks; its old ones stay referenced until `abort(aside_id)`."""
 
         def command() -> Sequence[EngineEvent]:
             self._scheduler.set_aside(request_id, aside_id)

@@ -71,13 +71,18 @@ class Scheduler:
         return []
 
     def set_aside(self, request_id: RequestId, aside_id: RequestId) -> None:
-        """Let a request that borrows start over with other blocks, because a failed read may still write its own.
+        """Let a request start over with other blocks, because a failed read may still write its own.
 
-        Those are kept under `aside_id` until it is aborted.
+        Those are kept under `aside_id` until it is aborted. A DECODE part, whose token 1 must be known, computes the
+        prompt itself then.
         """
         state = self._places.receiving.get(request_id)
-        if state is None or state.part is Part.DECODE:
+        if state is None:
             return
+        if state.part is Part.DECODE:
+            assert state.generated, "a prompt that is computed here must not be sampled from"
+            self._counters[WorkerCounter.RECOMPUTED_TOKENS] += state.num_prompt
+            state.is_received = True
         del self._places.receiving[request_id]
         self._lending.set_aside(aside_id, self._blocks.table(state))
         state.table, state.num_computed, state.borrow = None, 0, None

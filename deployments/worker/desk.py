@@ -189,7 +189,9 @@ class Desk:
             return
         request = request_from_wire(message.request)
         handoff = handoff_from_wire(message.handoff)
-        entry.pull = Pull(request.request_id, handoff, self._peers.make_reader, self._engine, self._on_load_failure)
+        entry.pull = Pull(
+            request.request_id, handoff, self._peers.make_reader, self._engine, self.keep, self._on_load_failure
+        )
         entry.pull_task = asyncio.create_task(entry.pull.run(), name=f"pull-{request.request_id}")
         entry.pull_task.add_done_callback(lambda task: self._on_pull_end(request.request_id, task))
         self._submissions.submit(request, entry)

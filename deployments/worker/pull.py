@@ -7,9 +7,10 @@ says so, never a wrong token: nothing counts as received before the owner has an
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from deployments.config_kv import LoadFailurePolicy
 from kv_store.handoff_reader import HandoffReader, LocalGroups
@@ -31,6 +32,14 @@ class Receiver(Protocol):
 
     def receive(self, request_id: RequestId, num_tokens: int) -> None:
         """`num_tokens` prompt tokens are there; the rest is computed."""
+        ...
+
+    def set_aside(self, request_id: RequestId, aside_id: RequestId) -> None:
+        """The request goes on with other blocks and computes its prompt; the old ones stay until `abort(aside_id)`."""
+        ...
+
+    def abort(self, request_id: RequestId) -> None:
+        """Forget a request, or what was set aside."""
         ...
 
 
@@ -61,13 +70,14 @@ class PullStats:
 
 
 class Pull:
-    """One request's pull; `run` ends with `engine.receive` unless it is cancelled or raises.
+    """One request's pull; `run` ends with `receive` or `set_aside`, unless it is cancelled or raises.
 
     Args:
         request_id: Which request.
         handoff: What the owner offers.
         make_reader: Makes its reader, once the destinations are known.
         engine: Gets what arrived.
+        keep: Runs what must go on after the request is forgotten.
         policy: What follows when blocks did not arrive whole.
     """
 
@@ -77,6 +87,7 @@ class Pull:
         handoff: Handoff,
         make_reader: MakeReader,
         engine: Receiver,
+        keep: Callable[[Coroutine[Any, Any, None]], None],
         policy: LoadFailurePolicy = "recompute",
     ) -> None:
         self.stats = PullStats()
@@ -86,10 +97,12 @@ class Pull:
         self._handoff = handoff
         self._make_reader = make_reader
         self._engine = engine
+        self._keep = keep
         self._policy = policy
         self._destination: asyncio.Future[tuple[LocalGroups, int]] = asyncio.get_running_loop().create_future()
         self._complete_tokens = 0
         self._progressed = asyncio.Event()
+        self._started = asyncio.Event()
         self._started_s: float | None = None
 
     def set_destination(self, groups: LocalGroups, cached_tokens: int) -> None:
@@ -105,13 +118,14 @@ class Pull:
     def set_started(self) -> None:
         """Token 1 is known, so the whole prompt has its KV."""
         self._started_s = time.monotonic()
+        self._started.set()
         self.set_progress(self._handoff.num_tokens)
 
     async def run(self) -> None:
         """Pull everything; on a fault of the transfer hand over what is good, or fail, as the policy says.
 
         Raises:
-            TransferError: The policy is to fail, or a silent owner keeps the destinations busy for too long.
+            TransferError: The policy is to fail.
         """
         groups, cached_tokens = await self._destination
         try:
@@ -128,8 +142,7 @@ class Pull:
         if failure is None:
             self._finish(self._handoff.num_tokens)
         else:
-            await self._settle(reader, failure)
-            self._recover(max(cached_tokens, good_tokens), failure)
+            await self._settle(reader, max(cached_tokens, good_tokens), failure)
 
     def _recover(self, good_tokens: int, failure: ServingError) -> None:
         log.warning("pull.failed request_id=%s good_tokens=%d error=%s", self._request_id, good_tokens, failure)
@@ -138,16 +151,25 @@ class Pull:
             raise TransferError("the KV blocks did not arrive whole", cause=str(failure)) from failure
         self._finish(good_tokens)
 
-    async def _settle(self, reader: HandoffReader, error: ServingError) -> None:
-        """Wait until no late byte can land in the destinations, because the recompute writes there.
+    async def _settle(self, reader: HandoffReader, good_tokens: int, failure: ServingError) -> None:
+        """Recover, in the same blocks once no late byte can land there, else in other ones."""
+        self.settling = settling = asyncio.create_task(reader.abandon("transfer failed"))
+        done, _ = await asyncio.wait([settling], timeout=SETTLE_TIMEOUT_S)
+        if done or self._policy == "fail":
+            self._recover(good_tokens, failure)
+            return
+        # The prompt is computed without being sampled from, so token 1 must be known first.
+        await self._started.wait()
+        aside_id = RequestId(f"aside-{uuid.uuid4().hex}")
+        log.warning("pull.silent_owner request_id=%s aside_id=%s error=%s", self._request_id, aside_id, failure)
+        self.stats.has_failed = True
+        self._engine.set_aside(self._request_id, aside_id)
+        self._keep(self._give_back(aside_id, settling))
+        self.settling = None
 
-        Raises:
-            TransferError: A silent owner keeps them busy for too long; `settling` is done when they are quiet.
-        """
-        self.settling = asyncio.create_task(reader.abandon("transfer failed"))
-        done, _ = await asyncio.wait([self.settling], timeout=SETTLE_TIMEOUT_S)
-        if not done:
-            raise TransferError("the owner of the blocks is silent in the middle of a read") from error
+    async def _give_back(self, aside_id: RequestId, settling: asyncio.Task[None]) -> None:
+        await asyncio.wait([settling])
+        self._engine.abort(aside_id)
 
     def _finish(self, num_tokens: int) -> None:
         if self._started_s is not None:
@@ -163,7 +185,8 @@ class Pull:
             failure = error
         try:
             # What came before a failure is good if the owner still says so; one that is silent is not waited for.
-            moved = await asyncio.wait_for(reader.close(), None if failure is None else SETTLE_TIMEOUT_S)
+            async with asyncio.timeout(None if failure is None else SETTLE_TIMEOUT_S):
+                moved = await reader.close()
         except (TransferError, HandoffError, TimeoutError) as error:
             late = TransferError("the owner of the blocks does not answer Close")
             return 0, failure or (late if isinstance(error, TimeoutError) else error)

@@ -148,3 +148,23 @@ async def test_leaving_between_the_end_of_prefill_and_the_start_of_decode_frees_
 
         await pair.until_baseline(timeout_s=5.0)
         assert pair.sample("prefill").counters["lease_expired_total"] == 0
+
+
+async def test_an_owner_silent_in_the_middle_of_a_read_costs_a_recompute_in_other_blocks(
+    folder: Path, model: LlamaForCausalLM
+) -> None:
+    """Rule 1: the destinations may still be written to, so they stay taken until the owner goes on."""
+    limits = {"lease_s": 6.0, "read_deadline_s": 0.8}
+    async with WorkerPair(folder, handoff=limits, faults="transfer.read:delay=0.5*1@decode") as pair:
+        asking = asyncio.create_task(pair.ask(prompt(60), max_tokens=12, name="r"))
+        await asyncio.sleep(0.4)
+        pair.network.stop(pair.agents["prefill"])
+
+        tokens, route = await asyncio.wait_for(asking, 10)
+
+        assert tokens == await golden(model, prompt(60), 12)
+        assert route.provenance.decode_computed_tokens == 60
+        await pair.until(lambda: pair.sample("decode").running == 0)
+        assert pair.sample("decode").groups[0].referenced == 8
+        pair.network.resume(pair.agents["prefill"])
+        await pair.until_baseline()

@@ -24,13 +24,10 @@ pytestmark = [pytest.mark.redis, pytest.mark.nixl]
 
 WORKERS = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
 WATCHED = ("p1", "d1")
-"""Not killed in the last half, so that their memory can be followed."""
+"""Not killed after the first quarter, so that their memory can be followed in the last half."""
 NUM_CLIENTS = 6
 NUM_PROMPTS = 40
 REQUEST_TIMEOUT_S = 30.0
-MOST_GROWTH_MB_PER_MINUTE = 1.0
-NOISE_MB = 1.0
-"""Memory is given back in pages and heaps: less than this is no trend in a run of a minute."""
 
 
 @dataclass
@@ -56,11 +53,12 @@ class Storm:
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() - self.started_s > self.duration_s
+        return self.share > 1
 
     @property
-    def is_last_half(self) -> bool:
-        return time.monotonic() - self.started_s > self.duration_s / 2
+    def share(self) -> float:
+        """How much of the run is over, 0 to 1."""
+        return (time.monotonic() - self.started_s) / self.duration_s
 
     async def send_requests(self) -> None:
         address = f"127.0.0.1:{self.group.config.gateway.grpc_port}"
@@ -98,11 +96,11 @@ class Storm:
             await blow()
 
     def blows(self) -> list[tuple[str, Callable[[], Awaitable[None]]]]:
-        victims = [name for name in WORKERS if not (self.is_last_half and name in WATCHED)]
-        victim, shard = self.random.choice(victims), self.random.randrange(2)
+        victim = self.random.choice([name for name in WORKERS if not (self.share > 0.25 and name in WATCHED)])
+        sleeper, shard = self.random.choice(list(WORKERS)), self.random.randrange(2)
         return [
             (f"kill a {WORKERS[victim]} worker", lambda: self.kill(victim)),
-            (f"stop a {WORKERS[victim]} worker", lambda: self.stop(victim)),
+            (f"stop a {WORKERS[sleeper]} worker", lambda: self.stop(sleeper)),
             ("kill a shard", lambda: self.kill_shard(shard)),
         ]
 
@@ -126,7 +124,7 @@ class Storm:
             pids = {name: self.group.workers[name].process.pid for name in WATCHED} | {"gateway": os.getpid()}
             at_s = time.monotonic()
             for name, pid in pids.items():
-                if self.is_last_half and psutil.pid_exists(pid):
+                if self.share > 0.5 and psutil.pid_exists(pid):
                     used_mb = psutil.Process(pid).memory_info().rss / 2**20
                     self.tally.memory_mb.setdefault(name, []).append((at_s, used_mb))
             await asyncio.sleep(0.5)
@@ -150,13 +148,16 @@ async def group(folder: Path, tmp_path: Path) -> AsyncIterator[ProcessGroup]:
 
 
 @pytest.mark.parametrize(
-    "duration_s",
+    ("duration_s", "most_growth_mb_per_minute"),
     [
-        pytest.param(60.0, marks=pytest.mark.timeout(400)),
-        pytest.param(600.0, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+        # In its first minute a process still grows with what it meets for the first time.
+        pytest.param(60.0, 40.0, marks=pytest.mark.timeout(400)),
+        pytest.param(600.0, 1.0, marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
     ],
 )
-async def test_a_storm_of_failures_leaves_nothing_behind(group: ProcessGroup, folder: Path, duration_s: float) -> None:
+async def test_a_storm_of_failures_leaves_nothing_behind(
+    group: ProcessGroup, folder: Path, duration_s: float, most_growth_mb_per_minute: float
+) -> None:
     reference = Reference(folder)
     for seed in range(NUM_PROMPTS):
         reference(prompt_of(seed), 4 + seed % 20)
@@ -180,8 +181,7 @@ async def test_a_storm_of_failures_leaves_nothing_behind(group: ProcessGroup, fo
     await group.until_baseline()
     assert group.gateway.service.num_running == 0
     for name, growth_mb_per_minute in growth_of(tally).items():
-        allowed = max(MOST_GROWTH_MB_PER_MINUTE, NOISE_MB / (duration_s / 120))
-        assert growth_mb_per_minute < allowed, (name, tally.memory_mb[name])
+        assert growth_mb_per_minute < most_growth_mb_per_minute, (name, tally.memory_mb[name])
     assert shared_memory_files() <= files_before
 
 
