@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import math
+import time
 import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -19,6 +21,8 @@ from telemetry.metrics import GroupGauge, WorkerSample
 log = logging.getLogger(__name__)
 
 POLL_PERIOD_S = 0.5
+SPEAKING_S = 1.0
+"""A worker whose last word, heartbeats included, is younger speaks."""
 GRPC_OPTIONS = (
     ("grpc.max_receive_message_length", 64 * 2**20),
     ("grpc.max_send_message_length", 64 * 2**20),
@@ -105,8 +109,10 @@ class WorkerLink:
     """A worker that says nothing for so long, heartbeats included, is lost."""
     load: pb.Load | None = None
     is_up: bool = False
-    is_listed: bool = True
-    """The worker's lease runs."""
+    unlisted_s: float | None = None
+    """When the worker was first missing in the table; None: its lease runs."""
+    heard_s: float = -math.inf
+    """When it last said something."""
     _outgoing: asyncio.Queue[pb.GatewayMessage | None] = field(default_factory=asyncio.Queue)
     _exchanges: dict[RequestId, tuple[Exchange, Source]] = field(default_factory=dict)
 
@@ -145,6 +151,7 @@ class WorkerLink:
             async with asyncio.timeout(self.silence_s) as limit:
                 async for message in call:
                     limit.reschedule(loop.time() + self.silence_s)
+                    self.heard_s = time.monotonic()
                     if not self._take(message):
                         return
         finally:
@@ -192,9 +199,17 @@ class WorkerLink:
 class WorkerLinks:
     """Follows the worker table; a worker takes traffic while its lease runs and its stream is up."""
 
-    def __init__(self, registry: Registry, silence_s: float = 6.0) -> None:
+    def __init__(self, registry: Registry, silence_s: float = 6.0, grace_s: float = 0.0) -> None:
+        """Prepare; `watch` does the following.
+
+        Args:
+            registry: Has the worker table.
+            silence_s: A worker that says nothing for so long is lost.
+            grace_s: A worker that is missing in the table takes work for so long while its stream is up.
+        """
         self._registry = registry
         self._silence_s = silence_s
+        self._grace_s = grace_s
         self._gateway_id = uuid.uuid4().hex
         self._links: dict[tuple[str, str], tuple[WorkerLink, asyncio.Task[None]]] = {}
 
@@ -216,12 +231,23 @@ class WorkerLinks:
             await asyncio.gather(*(task for _, task in self._links.values()), return_exceptions=True)
 
     def live(self) -> list[WorkerLink]:
-        """Workers that take new requests."""
+        """Workers that take new requests.
+
+        One that is missing in the table and still speaks is among them for a while: a registry that has lost everything
+        is filled again within a lease, and a worker that drains says so itself.
+        """
+        now_s = time.monotonic()
         return [
             link
             for link, _ in self._links.values()
-            if link.is_up and link.is_listed and link.load is not None and not link.load.draining
+            if link.is_up
+            and (link.unlisted_s is None or self._is_spared(link, link.unlisted_s, now_s))
+            and link.load is not None
+            and not link.load.draining
         ]
+
+    def _is_spared(self, link: WorkerLink, unlisted_s: float, now_s: float) -> bool:
+        return now_s - unlisted_s < self._grace_s and now_s - link.heard_s < SPEAKING_S
 
     def samples(self) -> list[WorkerSample]:
         """Newest heartbeats, for the metrics page."""
@@ -229,16 +255,18 @@ class WorkerLinks:
 
     async def _follow(self, records: list[WorkerRecord]) -> None:
         wanted = {(record.worker_id, record.incarnation): record for record in records}
+        replaced = {record.worker_id for record in records}
         for key in [key for key in self._links if key not in wanted]:
             link, task = self._links[key]
-            link.is_listed = False
+            if link.unlisted_s is None or key[0] in replaced:
+                link.unlisted_s = -math.inf if key[0] in replaced else time.monotonic()
             # A worker that drains has left the table and still streams.
             if not link.is_up:
                 del self._links[key]
                 task.cancel()
         for key, record in wanted.items():
             if key in self._links:
-                self._links[key][0].is_listed = True
+                self._links[key][0].unlisted_s = None
             else:
                 link = WorkerLink(record, self._gateway_id, self._silence_s)
                 self._links[key] = (link, asyncio.create_task(link.run(), name=f"link-{record.worker_id}"))

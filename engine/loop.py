@@ -144,6 +144,9 @@ class EngineLoop:
         done: Future[int] = Future()
 
         def command() -> Sequence[EngineEvent]:
+            if not done.set_running_or_notify_cancel():
+                # Whoever asked has gone.
+                return ()
             before = sum(group.cached for group in self._cache.counts())
             self._cache.clear()
             done.set_result(before - sum(group.cached for group in self._cache.counts()))

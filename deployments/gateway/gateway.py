@@ -44,7 +44,9 @@ class GatewayRuntime:
         redis = await exits.enter_async_context(make_registry(config.registry, hooks_into(seen)))
         seen.degraded.set_function(lambda: float(redis.num_silent > 0))
         registry = with_faults(redis, faults())
-        self.links = links = WorkerLinks(registry, _SILENT_LEASES * config.registry.lease_s)
+        self.links = links = WorkerLinks(
+            registry, _SILENT_LEASES * config.registry.lease_s, grace_s=config.registry.lease_s
+        )
         metrics = GatewayMetrics(links)
         seen.register(metrics.registry)
         router = Router(links, registry, routing_rules(config), metrics, config.limits.max_buffered_events)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 import weakref
 from dataclasses import dataclass, field
 
@@ -30,6 +31,8 @@ class Peer:
     owner: RemoteOwner
     is_connected: bool = False
     """The transport was connected ahead of the first read."""
+    missing_s: float | None = None
+    """When it was first missing in the table; None: it is there, or was never asked for."""
     readers: weakref.WeakSet[HandoffReader] = field(default_factory=weakref.WeakSet)
 
     @property
@@ -46,6 +49,8 @@ class PeerLimits:
     """Of each read of blocks."""
     max_peers: int = 1024
     """Lives of workers known at a time; the one used least recently that is not being read makes room."""
+    grace_s: float = 0.0
+    """A life that is missing in the table is kept for so long: the registry may have lost it, and is filled again."""
 
 
 class Peers:
@@ -98,9 +103,17 @@ class Peers:
             for record in records
             if record.worker_id != self._worker_id and record.fingerprint == self._fingerprint
         }
-        for key in [key for key in self._peers if key not in live]:
+        replaced = {record.worker_id for record in records}
+        now_s = time.monotonic()
+        for key in list(self._peers):
+            peer = self._peers[key]
+            if key in live:
+                peer.missing_s = None
+                continue
+            peer.missing_s = now_s if peer.missing_s is None else peer.missing_s
+            is_over = key[0] in replaced or now_s - peer.missing_s >= self._limits.grace_s
             # A worker that drains has left the table and still lends what it had promised.
-            if self._peers[key].is_idle:
+            if is_over and peer.is_idle:
                 await self._forget(key)
         prefilling = [(key, record) for key, record in live.items() if record.role in ("prefill", "unified")]
         places = [(key, self._peers.get(key) or self._peer(key, record.address)) for key, record in prefilling]

@@ -127,7 +127,11 @@ class WorkerRuntime:
             self._registry,
             BoundedTransport(reads, handoff.max_peers),
             model.arena,
-            PeerLimits(read_deadline_s=handoff.read_deadline_s, max_peers=handoff.max_peers),
+            PeerLimits(
+                read_deadline_s=handoff.read_deadline_s,
+                max_peers=handoff.max_peers,
+                grace_s=self._config.registry.lease_s,
+            ),
             self._digest,
         )
         identity = WorkerIdentity(
@@ -157,6 +161,7 @@ class WorkerRuntime:
     async def drain(self, timeout_s: float) -> None:
         """Take no new work and wait until the requests that are here have ended."""
         self.desk.is_draining = True
+        self.desk.send_load()
         await self._membership.leave()
         deadline_s = time.monotonic() + timeout_s
         while self.desk.num_requests and time.monotonic() < deadline_s:  # noqa: ASYNC110 - once per life of a worker

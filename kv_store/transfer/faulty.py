@@ -40,7 +40,7 @@ class FaultyTransport(WrappedTransport):
         rest_s = over_s - time.monotonic()
         size_bytes = await self._inner.read(agent_name, ranges, deadline_s=rest_s) if rest_s > 0 else 0
         await wait_until(min(done_s, over_s))
-        if done_s > over_s:
+        if rest_s <= 0 or done_s > over_s:
             raise TransferTimeout("a read passed its deadline", agent_name=agent_name, deadline_s=deadline_s)
         if fired.is_corrupt and ranges:
             # One bit of the last byte: what comes early is what other checks would find.

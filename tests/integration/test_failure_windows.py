@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import redis
 
 from kvferry import AsyncClient, KVFerryError
 from tests.integration.process_group import ProcessGroup, Reference, make_prompt, save_model_with_tokenizer
@@ -284,6 +285,23 @@ async def test_every_message_comes_twice(group: ProcessGroup, reference: Referen
         await one.end()
         assert_right(one, reference)
     await check_afterwards(group, reference, story)
+
+
+async def test_a_registry_that_loses_everything_loses_no_request(group: ProcessGroup, reference: Reference) -> None:
+    """Case 31, rule 5: FLUSHALL on every shard under load."""
+    stories: list[Story] = []
+    for number in range(12):
+        stories.append(Story(group, make_prompt(60, SEEDS.next()), 12, group.client))
+        stories[-1].start()
+        if number % 4 == 1:
+            for url in group.shards.urls:
+                with redis.Redis.from_url(url) as shard:
+                    shard.flushall()
+        await asyncio.sleep(0.15)
+    for story in stories:
+        await story.end()
+        assert_right(story, reference)
+    await check_afterwards(group, reference, stories[0])
 
 
 LATE = "handoff.close:delay=1.5*1,handoff.heartbeat:delay=4*1,handoff.release:delay=4*1"

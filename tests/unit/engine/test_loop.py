@@ -131,3 +131,16 @@ def test_an_idle_loop_sleeps(loop: Loop) -> None:
 
     assert time.thread_time() - before < 0.1
     assert loop.outputs.qsize() <= 1
+
+
+def test_a_clear_that_nobody_waits_for_any_more_does_no_harm() -> None:
+    loop = Loop()
+    left, awaited = loop.engine.clear_cache(), loop.engine.clear_cache()
+    left.cancel()
+
+    loop.engine.start()
+
+    assert awaited.result(timeout=5) == 0
+    loop.engine.submit(request("a", 1, 2, 3), Part.WHOLE)
+    assert len(loop.events_until_end("a")) > 1
+    loop.engine.close()
