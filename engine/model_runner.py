@@ -51,7 +51,11 @@ class ModelRunner:
             One result per row.
         """
         with torch.inference_mode():
-            return _results(self.forward(batch), batch.rows)
+            results = _results(self.forward(batch), batch.rows)
+        if self._device.type == "cuda" and all(row.sampling is None for row in batch.rows):
+            # Others read the step's KV from now on, past this stream; rows that sample have waited for it already.
+            torch.cuda.current_stream(self._device).synchronize()
+        return results
 
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks inside the arena, in order."""

@@ -68,6 +68,8 @@ class RequestState:
     choice: int = 0
     max_uncached_tokens: int | None = None
     """Refuse when more prompt tokens than this must be computed here; None: no limit."""
+    has_aside: bool = False
+    """Blocks of it were set aside: it needs room twice until a silent owner goes on or dies."""
     borrow: BorrowTerms | None = None
     """Not yet used chance to borrow a prefix; never a DECODE part's."""
     matcher: Matcher | None = None

@@ -9,13 +9,13 @@ from kv_store.block_table import BlockIds
 def chunk_size(state: RequestState, budget: int, limits: SchedulerLimits) -> int:
     """Tokens of a prompt to compute in a step that has room for `budget` more; 0: none.
 
-    An unfinished prompt's chunk ends on a block boundary, so that whole blocks are ready for a reader.
+    An unfinished prompt's chunk ends on a block boundary if it can, so that whole blocks are ready for a reader.
     """
     size = min(state.gap, budget, limits.max_chunk_tokens)
     if size == state.gap:
         return size
     aligned = (state.num_computed + size) // limits.block_size * limits.block_size
-    return max(0, aligned - state.num_computed)
+    return aligned - state.num_computed if aligned > state.num_computed else size
 
 
 def make_row(state: RequestState, size: int, block_ids: tuple[BlockIds, ...]) -> Row:

@@ -85,7 +85,7 @@ class Scheduler:
             state.is_received = True
         del self._places.receiving[request_id]
         self._lending.set_aside(aside_id, self._blocks.table(state))
-        state.table, state.num_computed, state.borrow = None, 0, None
+        state.table, state.num_computed, state.borrow, state.has_aside = None, 0, None, True
         self._places.wait(state)
 
     def lend(self, lend_id: RequestId, keys: Sequence[BlockKey], first_block: int) -> list[EngineEvent]:
@@ -113,7 +113,8 @@ class Scheduler:
             state.choice = choice
             state.append(token_id)
         except ServingError as error:
-            self.abort(request_id)
+            # A read may be writing into its blocks: whoever waits for that aborts it then.
+            state.siblings.clear()
             return [Failed(request_id=request_id, error=error)]
         state.totals.num_live = len(first_tokens)
         self._run_when_ready(state)
@@ -193,22 +194,28 @@ class Scheduler:
 
     def _admit(self, now_s: float) -> list[EngineEvent]:
         events: list[EngineEvent] = []
+        waiting, position = self._places.waiting, 0
         while (
-            self._places.waiting and len(self._places.running) + len(self._places.receiving) < self._limits.max_running
+            position < len(waiting)
+            and len(self._places.running) + len(self._places.receiving) < self._limits.max_running
         ):
-            state = self._places.waiting[0]
+            state = waiting[position]
             # The log probabilities of cached tokens would be missing.
             cached = 0 if state.wants_prompt_logprobs else self._cache.match(state.keys, len(state.tokens))
             num_wanted = borrowable_blocks(state, cached, self._limits.block_size)
             if not num_wanted and not state.totals.is_accepted and is_too_cold(state, cached):
-                self._places.waiting.pop(0)
+                waiting.pop(position)
                 events.append(Failed(request_id=state.request_id, error=NeedsPrefill("prefix is not cached here")))
                 continue
             try:
                 self._blocks.open(state, cached)
             except OutOfBlocks:
-                break
-            self._places.waiting.pop(0)
+                if not state.has_aside:
+                    break
+                # What it lacks may be what was set aside for it; the others need not wait for that.
+                position += 1
+                continue
+            waiting.pop(position)
             state.prompt_logprobs.clear()
             self._count_admission(state, now_s)
             if num_wanted:

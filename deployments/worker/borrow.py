@@ -6,6 +6,7 @@ recompute, never a wrong token: a part counts only after its owner has answered 
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -92,6 +93,7 @@ class BorrowStats:
     blocks: int = 0
     size_bytes: int = 0
     transfer_s: float = 0.0
+    """From the first call to the last byte; the parts come at the same time."""
     num_failed: int = 0
     """Sources that did not give what they were believed to hold."""
 
@@ -99,7 +101,6 @@ class BorrowStats:
         """Count a read that its owner has declared valid."""
         self.blocks += moved.blocks
         self.size_bytes += moved.size_bytes
-        self.transfer_s += moved.seconds
 
 
 class Borrow:
@@ -179,6 +180,7 @@ class Borrow:
 
     async def _run_in_time(self, fetches: list["_Fetch"]) -> None:
         """Read until the deadline; what has not arrived then is given up."""
+        started_s = time.monotonic()
         tasks = [asyncio.create_task(self._fetch_part(fetch)) for fetch in fetches]
         try:
             done, late = await asyncio.wait(tasks, timeout=self._limits.deadline_s)
@@ -186,6 +188,7 @@ class Borrow:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        self.stats.transfer_s = time.monotonic() - started_s
         self.stats.num_failed += len(late)
         if late:
             log.warning("borrow.late request_id=%s num_parts=%d", self._wanted.request_id, len(late))
@@ -258,8 +261,12 @@ class Borrow:
         else:
             self.stats.add(moved)
             fetch.good = max(fetch.good, min(fetch.part.end, self._good_blocks(moved, handoff)))
-        # Another source may be asked to write into the same blocks.
-        await reader.abandon("transfer failed")
+        if reader.is_quiet():
+            # An owner that does not answer need not be waited for.
+            self._keep(reader.abandon("over"))
+        else:
+            # Another source may be asked to write into the same blocks.
+            await reader.abandon("transfer failed")
         self._readers.remove(reader)
         if failure is not None:
             raise failure

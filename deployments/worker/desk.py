@@ -39,7 +39,7 @@ from engine.events import (
 from engine.loop import EngineLoop
 from engine.request import Part
 from kv_store.handoff import HandoffTable
-from messages.errors import Draining, InvalidRequest, ServingError, TransferError
+from messages.errors import DeadlineExceeded, Draining, InvalidRequest, ServingError, TransferError
 from messages.handoff import BlockKey, Handoff
 from messages.requests import RequestId
 from messages.tokens import TokenEvent
@@ -55,6 +55,9 @@ from messages.wire import (
 from telemetry.metrics import WorkerCounter, WorkerGauge
 
 log = logging.getLogger(__name__)
+
+GATEWAY_MARGIN_S = 5.0
+"""So much longer than its gateway a worker lets a request go on."""
 
 
 class Desk:
@@ -167,7 +170,8 @@ class Desk:
         if error is not None:
             session.send(failed_message(request_id, error))
             return None
-        entry = self._entries[request_id] = Entry(session=session, part=part)
+        ends_s = self._clock() + request.timeout_s + GATEWAY_MARGIN_S if request.HasField("timeout_s") else None
+        entry = self._entries[request_id] = Entry(session=session, part=part, ends_s=ends_s)
         return entry
 
     def _submit_unified(self, session: GatewaySession, message: pb.SubmitUnified) -> None:
@@ -212,6 +216,8 @@ class Desk:
     def _start(self, message: pb.Start) -> None:
         request_id = RequestId(message.request_id)
         entry = self._entries.get(request_id)
+        if not message.first_tokens:
+            raise InvalidRequest("a start without any token", request_id=request_id)
         # A copy of the message must not start it again.
         if entry is not None and entry.pull is not None and not entry.first_tokens:
             entry.pull.set_started()
@@ -262,8 +268,10 @@ class Desk:
             # Nobody has ended the request, which would wait for ever.
             self.fail_if_here(request_id, TransferError("reading the KV blocks was given up"))
             return
-        for counter, amount in entry.pull.stats.counters().items():
+        stats = entry.pull.stats
+        for counter, amount in stats.counters().items():
             self.count(counter, amount)
+        self._prefixes.note_transfer(stats.size_bytes, stats.transfer_s)
         fault = task.exception()
         if fault is not None:
             error = fault if isinstance(fault, ServingError) else ServingError("reading the KV blocks failed")
@@ -289,8 +297,14 @@ class Desk:
                 entry.is_released = True
 
     def expire(self) -> None:
-        """Fence the hand-offs whose lease is over."""
-        expired = self._handoffs.expire(self._clock())
+        """Fence the hand-offs whose lease is over, end the requests whose time is."""
+        now_s = self._clock()
+        for request_id in [
+            r for r, entry in self._entries.items() if entry.ends_s is not None and entry.ends_s < now_s
+        ]:
+            # A gateway ends its requests itself, unless it has been stopped, or cut off.
+            self.fail_if_here(request_id, DeadlineExceeded("the request's time is over", request_id=request_id))
+        expired = self._handoffs.expire(now_s)
         if expired:
             log.warning("lease.expired num=%d", len(expired))
             self.count(WorkerCounter.LEASES_EXPIRED, len(expired))
@@ -337,7 +351,7 @@ class Desk:
                 self._after_tokens(entry, event)
             case Failed():
                 outbox.add(entry.session, pb.Event(failed=failed_to_wire(event.request_id, event.error)))
-                self._close_entry(event.request_id, entry)
+                self._after_failure(entry, event.request_id)
 
     def _accepted(self, entry: Entry, event: Accepted) -> pb.Accepted:
         accepted = pb.Accepted(request_id=event.request_id, cached_tokens=event.cached_tokens)
@@ -359,6 +373,12 @@ class Desk:
         if entry.is_released:
             del self._entries[event.request_id]
             self._engine.abort(event.request_id)
+
+    def _after_failure(self, entry: Entry, request_id: RequestId) -> None:
+        self._close_entry(request_id, entry)
+        if not entry.reads():
+            # A part whose token 1 was wrong is still there, because its blocks were being written.
+            self._engine.abort(request_id)
 
     def _close_entry(self, request_id: RequestId, entry: Entry) -> None:
         """The request ended in the engine; a hand-off or a pull of it ends too."""

@@ -76,6 +76,8 @@ class Entry:
 
     session: GatewaySession
     part: Part
+    ends_s: float | None = None
+    """Clock of the desk; None: no deadline."""
     compiling: asyncio.Task[None] | None = None
     """The request waits for its grammar; the engine does not know it yet."""
     first_tokens: dict[int, int] = field(default_factory=dict)

@@ -29,7 +29,6 @@ class GatewaySession:
 
     def __init__(self) -> None:
         self.gateway_id = ""
-        self.request_ids: set[RequestId] = set()
         self._outgoing: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue(MAX_QUEUED_MESSAGES)
         self._is_behind = False
         self._known: dict[RequestId, None] = {}

@@ -89,6 +89,11 @@ class PrefixDesk:
         entry.borrow_task = asyncio.create_task(entry.borrow.run(), name=f"borrow-{wanted.request_id}")
         entry.borrow_task.add_done_callback(lambda task: self._on_end(wanted.request_id, entry, task))
 
+    def note_transfer(self, size_bytes: int, seconds: float) -> None:
+        """Blocks of a hand-off were read: what moving them costs here."""
+        if self._rules is not None:
+            self._rules.rates.note_transfer(size_bytes, seconds)
+
     def add_rates(self, message: pb.Load) -> None:
         """Say in a heartbeat what computing and fetching cost here."""
         if self._rules is not None:

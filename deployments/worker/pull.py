@@ -153,6 +153,11 @@ class Pull:
 
     async def _settle(self, reader: HandoffReader, good_tokens: int, failure: ServingError) -> None:
         """Recover, in the same blocks once no late byte can land there, else in other ones."""
+        if reader.is_quiet():
+            # The owner is told, but not waited for.
+            self._keep(reader.abandon("transfer failed"))
+            self._recover(good_tokens, failure)
+            return
         self.settling = settling = asyncio.create_task(reader.abandon("transfer failed"))
         done, _ = await asyncio.wait([settling], timeout=SETTLE_TIMEOUT_S)
         if done or self._policy == "fail":

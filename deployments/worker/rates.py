@@ -1,5 +1,8 @@
 """What a worker has measured of itself: prompt tokens computed and bytes read per second, newest weighing most."""
 
+import math
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kv_store.layout import BlockLayout
@@ -10,6 +13,8 @@ MIN_PREFILL_TOKENS = 16
 """A step with fewer prompt tokens says how fast decodes are."""
 MIN_TRANSFER_BYTES = 64 * 1024
 """A smaller read says how long a call takes."""
+TRANSFER_MEMORY_S = 60.0
+"""One slow read must not end all reads, which alone could show that it was an exception."""
 
 
 @dataclass(slots=True)
@@ -36,9 +41,11 @@ class RunningRate:
 class RateMeter:
     """Fed by the step thread and the event loop, read by heartbeats."""
 
-    def __init__(self, layout: BlockLayout) -> None:
+    def __init__(self, layout: BlockLayout, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._prefill = RunningRate(memory_s=2.0)
         self._transfer = RunningRate(memory_s=0.5)
+        self._transferred_s = -math.inf
         self._groups = [
             pb.GroupBytes(token_bytes=layout.block_bytes(number) // layout.block_size, window=group.window)
             for number, group in enumerate(layout.groups)
@@ -53,11 +60,13 @@ class RateMeter:
         """Take in a read of blocks."""
         if size_bytes >= MIN_TRANSFER_BYTES:
             self._transfer.add(size_bytes, seconds)
+            self._transferred_s = self._clock()
 
     def message(self) -> pb.Rates:
-        """As the gateways hear it."""
+        """As the gateways hear it; without a transfer for long, nothing is known of the next one."""
+        is_fresh = self._clock() - self._transferred_s < TRANSFER_MEMORY_S
         return pb.Rates(
             prefill_tokens_s=self._prefill.per_second,
-            transfer_bytes_s=self._transfer.per_second,
+            transfer_bytes_s=self._transfer.per_second if is_fresh else None,
             groups=self._groups,
         )

@@ -234,6 +234,9 @@ class WorkerRuntime:
 
     async def _heartbeat(self) -> None:
         while True:
+            if not self._engine.is_alive:
+                # Silence tells the gateways.
+                raise ServingError("the engine's step thread has stopped")
             self._count_registry()
             self.desk.set_count(WorkerCounter.LEASES_EXTENDED, self._handoffs.num_extended)
             self.desk.set_count(WorkerCounter.LATE_MESSAGES, self._handoffs.num_late)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from messages.errors import ServingError
+from messages.errors import DeadlineExceeded, ServingError
+from messages.requests import GenerationRequest, RequestId, SamplingParams
 from tests.integration.worker_pair import VOCAB, WorkerPair, save_tiny_model
 
 
@@ -167,4 +168,53 @@ async def test_an_owner_silent_in_the_middle_of_a_read_costs_a_recompute_in_othe
         await pair.until(lambda: pair.sample("decode").running == 0)
         assert pair.sample("decode").groups[0].referenced == 8
         pair.network.resume(pair.agents["prefill"])
+        await pair.until_baseline()
+
+
+async def test_a_request_that_waits_for_a_silent_owner_does_not_hold_up_others(
+    folder: Path, model: LlamaForCausalLM
+) -> None:
+    limits = {"lease_s": 8.0, "read_deadline_s": 0.8}
+    faults = "transfer.read:delay=0.5*1@decode"
+    async with WorkerPair(folder, num_blocks=12, handoff=limits, faults=faults) as pair:
+        asking = asyncio.create_task(pair.ask(prompt(60), max_tokens=12, name="large"))
+        await asyncio.sleep(0.4)
+        pair.network.stop(pair.agents["prefill"])
+        await pair.until(lambda: pair.sample("decode").waiting == 1 and pair.sample("decode").running == 0)
+        await asyncio.sleep(3.5)
+
+        tokens, _ = await asyncio.wait_for(pair.ask(prompt(5, seed=1), max_tokens=4, name="small"), 5)
+
+        assert tokens == await golden(model, prompt(5, seed=1), 4)
+        assert not asking.done()
+        pair.network.resume(pair.agents["prefill"])
+        assert (await asyncio.wait_for(asking, 10))[0] == await golden(model, prompt(60), 12)
+        await pair.until_baseline()
+
+
+async def test_a_worker_ends_a_request_whose_gateway_does_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.worker.desk.GATEWAY_MARGIN_S", 0.0)
+    async with WorkerPair(folder, faults="engine.prefill_chunk:delay=0.3@prefill") as pair:
+        sampling = SamplingParams(max_tokens=4, temperature=0.0)
+        request = GenerationRequest(
+            request_id=RequestId("late"),
+            model="tiny",
+            prompt_token_ids=tuple(prompt(200)),
+            sampling=sampling,
+            timeout_s=0.5,
+        )
+
+        with pytest.raises(DeadlineExceeded):
+            async with aclosing((await pair.router.route(request)).tokens()) as events:
+                [event async for event in events]
+
+        await pair.until_baseline()
+
+
+@pytest.mark.parametrize("chunk_tokens", [3, 7])
+async def test_a_chunk_may_be_smaller_than_a_block(folder: Path, model: LlamaForCausalLM, chunk_tokens: int) -> None:
+    async with WorkerPair(folder, prefill_chunk_tokens=chunk_tokens, max_batch_tokens=chunk_tokens) as pair:
+        tokens, _ = await asyncio.wait_for(pair.ask(prompt(50), max_tokens=12), 20)
+
+        assert tokens == await golden(model, prompt(50), 12)
         await pair.until_baseline()
