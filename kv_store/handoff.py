@@ -84,11 +84,6 @@ class HandoffTable:
         return len(self._entries)
 
     @property
-    def next_expiry_s(self) -> float | None:
-        """When the first lease ends unless it is extended; None without hand-offs."""
-        return min((entry.lease.expires_at_s for entry in self._entries.values()), default=None)
-
-    @property
     def generation(self) -> int:
         """The last generation given out; it rises with every Open and every fence."""
         return self._generation

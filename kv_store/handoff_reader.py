@@ -9,8 +9,6 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 from kv_store.handoff import BlockGroups, HandoffOwner
 from kv_store.handoff_close import DigestBlock
@@ -109,16 +107,6 @@ class HandoffReader:
         self._busy: list[asyncio.Future[None]] = []
         self._size_bytes = 0
         self._seconds = 0.0
-
-    async def __aenter__(self) -> Self:
-        await self.open()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self._is_over:
-            await asyncio.shield(self.abandon())
 
     @property
     def is_over(self) -> bool:

@@ -15,8 +15,6 @@ _UNANSWERED: dict[str, Callable[[], object]] = {
     "lookup": lambda: PrefixHits(unknown=True),
     "spread": dict,
     "shards": tuple,
-    "publish": lambda: None,
-    "withdraw": lambda: None,
     "write": lambda: None,
     "unregister": lambda: None,
     "tend": lambda: None,

@@ -81,8 +81,6 @@ FAULT_POINTS: dict[str, FaultPoint] = {
         _registry_point("register", "a worker shows itself, or renews its lease"),
         _registry_point("unregister", "a worker leaves"),
         _registry_point("workers", "the table of live workers is read"),
-        _registry_point("publish", "a worker says which blocks it holds"),
-        _registry_point("withdraw", "a worker says which blocks it holds no longer"),
         _registry_point("write", "a numbered batch of what a worker holds and no longer holds"),
         _registry_point("lookup", "the holders of a prefix are looked up"),
         _registry_point("tend", "a part of the cleaning up"),

@@ -65,6 +65,8 @@ def prefix(  # noqa: PLR0913 - each is an option of the command line
 
     if (text is None) == (tokens is None):
         raise typer.BadParameter("give a text or --tokens", param_hint="text")
+    if chat and text is None:
+        raise typer.BadParameter("token ids are no chat; give a text", param_hint="--chat")
     target = kv_questions.find_target(config, http_port)
     token_ids = kv_questions.encode(target, text, is_chat=chat) if text is not None else _parse_ids(tokens or "")
     answer = kv_questions.ask(target, lambda registry: kv_questions.look_up(registry, token_ids, tenant))

@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
+import typer
+
 from deployments.cli.kv_views import Answer, prefix_answer, stats_answer, workers_answer
 from deployments.config import AppConfig, load_config
 from deployments.registry_client import make_registry
@@ -27,6 +29,7 @@ def find_target(config: Path | None, http_port: int | None) -> AppConfig:
         http_port: Of its gateway, where several run on this machine.
 
     Raises:
+        BadParameter: The file says where the registry is, so a port says nothing.
         Unavailable: None runs here.
         ConfigError: The file is wrong, or several systems run here.
     """
@@ -34,6 +37,8 @@ def find_target(config: Path | None, http_port: int | None) -> AppConfig:
         return find_stack(http_port).config
     settings = load_config(config)
     if settings.registry.urls:
+        if http_port is not None:
+            raise typer.BadParameter("the config names its registry (registry.urls)", param_hint="--http-port")
         return settings
     # An embedded registry has no fixed address, but the file says which of the systems here is meant.
     return find_stack(http_port or settings.gateway.http_port).config

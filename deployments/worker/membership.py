@@ -16,6 +16,8 @@ log = logging.getLogger(__name__)
 
 PUBLISH_PERIOD_S = 0.05
 """Changes of so long are sent together."""
+RETRY_S = 0.5
+"""A generation whose registration failed is registered again so much later, or when the next renewal is due."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,7 @@ class Membership:
         self._has_work = asyncio.Event()
         self._must_register = asyncio.Event()
         self._is_listed = asyncio.Event()
+        """Whether the present generation is."""
         self._registering = asyncio.Lock()
         self._has_left = False
 
@@ -81,6 +84,7 @@ class Membership:
         if not changes.stored and not changes.removed:
             return
         if self._publisher.note(changes.stored, changes.removed):
+            self._is_listed.clear()
             self._must_register.set()
         self._has_work.set()
 
@@ -94,18 +98,19 @@ class Membership:
                     return
                 await self._register()
             self._publisher.refresh(self._times.entry_ttl_s)
-            if self._publisher.has_work:
-                self._has_work.set()
-            await self._wait_until_due(self._times.lease_s / 3 * share)
+            # Also when nothing changed here: shards may have come or gone.
+            self._has_work.set()
+            period_s = self._times.lease_s / 3
+            await self._wait_until_due(share * (period_s if self._is_listed.is_set() else min(period_s, RETRY_S)))
             share = self._jitter(0.8, 1.0)
 
     async def publish(self) -> None:
         """Send what is to be said until cancelled."""
-        # Claims of a life that is not listed are taken for a dead one's.
-        await self._is_listed.wait()
         while True:
             await self._has_work.wait()
             await asyncio.sleep(PUBLISH_PERIOD_S)
+            # Claims of a life or generation that is not listed are taken for a dead one's.
+            await self._is_listed.wait()
             self._has_work.clear()
             pause_s = await self._publisher.flush()
             if self._publisher.has_work:
@@ -128,15 +133,16 @@ class Membership:
 
     async def _register(self) -> None:
         self._must_register.clear()
-        before = self._publisher.remembered()
+        expected = self._publisher.expect()
         record = replace(self._record, generation=self.generation)
         try:
             memories = await self._registry.register(record, lease_s=self._times.lease_s)
         except RegistryError as error:
             log.warning("registry.unreachable error=%s", error)
         else:
-            self._publisher.check(memories, before)
-            self._is_listed.set()
+            self._publisher.check(memories, expected, self._times.lease_s)
+            if record.generation == self.generation:
+                self._is_listed.set()
 
     async def _wait_until_due(self, seconds: float) -> None:
         try:

@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -19,18 +19,19 @@ from typing import cast
 
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS as NUM_SLOTS
 from redis.crc import key_slot
-from redis.exceptions import AskError, ClusterDownError, MovedError, RedisError
+from redis.exceptions import AskError, ClusterDownError, MovedError, TryAgainError
 
 from kv_store.registry.connection import ShardAccess, ShardAddress, ShardLimits
 from kv_store.registry.scripts import Command
 from kv_store.registry.shard import RegistryShard, Reply, ShardHooks
-from kv_store.registry.shard_source import Commands, Replies, ShardView
+from kv_store.registry.shard_source import Commands, Replies, ShardView, ask_each, report_refused, without_refusals
 from messages.errors import ConfigError
 from messages.handoff import BlockKey
 
 log = logging.getLogger(__name__)
 
 _NOBODY = -1
+_NOT_SERVED = (AskError, TryAgainError, ClusterDownError)
 REFRESH_PERIOD_S = 1.0
 """A cluster in trouble is asked for its slots no more often than this."""
 
@@ -113,6 +114,9 @@ class ClusterShards:
         self._known: list[Node] = []
         self._view: ShardView | None = None
         self._is_whole = False
+        self._ids: dict[Node, str] = {}
+        self._num_repairs = 0
+        """How often slots that nobody served were served again."""
         self._asked_at_s = -REFRESH_PERIOD_S
         self._refresh: asyncio.Task[None] | None = None
 
@@ -125,13 +129,12 @@ class ClusterShards:
             self._refresh_soon()
         return _NO_SHARDS if self._view is None else self._view
 
-    async def run(self, operation: str, view: ShardView, commands: Commands) -> Replies:
-        """Run commands on several masters at once; those that were sent to the wrong one go to the right one."""
-        async with asyncio.TaskGroup() as group:
-            tasks = {
-                index: group.create_task(view.shards[index].ask(operation, words)) for index, words in commands.items()
-            }
-        replies = {index: task.result() for index, task in tasks.items()}
+    async def ask(self, operation: str, view: ShardView, commands: Commands) -> Replies:
+        """Run commands on several masters at once; those that were sent to the wrong one go to the right one.
+
+        A command that no master takes now has no answer.
+        """
+        replies = await ask_each(operation, view, commands)
         redirects: list[Redirect] = [
             (index, position, reply)
             for index, given in replies.items()
@@ -142,9 +145,15 @@ class ClusterShards:
             await self._follow(operation, commands, replies, redirects)
         if redirects or any(_tells_of_change(given) for given in replies.values()):
             self._refresh_soon()
-        for index, given in replies.items():
-            _drop_errors(operation, view.shards[index], given)
-        return replies
+        report_refused(operation, view, replies)
+        return {
+            index: [None if isinstance(reply, _NOT_SERVED) else reply for reply in given]
+            for index, given in replies.items()
+        }
+
+    async def run(self, operation: str, view: ShardView, commands: Commands) -> Replies:
+        """Run commands as `ask` does; None also for those that were refused."""
+        return without_refusals(await self.ask(operation, view, commands))
 
     @property
     def num_silent(self) -> int:
@@ -204,10 +213,15 @@ class ClusterShards:
         masters = tuple(first_slots)
         self._known = list(dict.fromkeys([*masters, *(node for part in ranges for node in part.replicas)]))
         placement = SlotPlacement(ranges, masters, self._name_of)
+        if self._view is not None and placement.is_whole and not self._is_whole:
+            # Some slots may have come back without their data, so to those who write these are new shards.
+            self._num_repairs += 1
+            self._ids = {}
         self._is_whole = placement.is_whole
+        self._ids = part_ids(first_slots, self._ids, self._num_repairs)
         view = ShardView(
             shards=tuple(self._shard(node) for node in masters),
-            ids=tuple(f"slot-{slot}" for slot in first_slots.values()),
+            ids=tuple(self._ids[node] for node in masters),
             homes=tuple(home_of_slot(slot) for slot in first_slots.values()),
             placement=placement,
         )
@@ -242,6 +256,25 @@ def read_slots(reply: Reply, asked_host: str) -> list[SlotRange]:
     ]
 
 
+def part_ids(first_slots: Mapping[Node, int], before: Mapping[Node, str], num_repairs: int) -> dict[Node, str]:
+    """Name the part of the data that each master keeps.
+
+    A master keeps its name while slots come and go, with their data. One that is new has the name of the part that
+    began with its first slot, unless another master keeps that one.
+
+    Args:
+        first_slots: By master.
+        before: The names so far.
+        num_repairs: Tells names from those before the data may have been lost.
+    """
+    ids = {node: before[node] for node in first_slots if node in before}
+    for node, slot in first_slots.items():
+        if node not in ids:
+            name = f"slot-{slot}/{num_repairs}"
+            ids[node] = f"{name}@{node[0]}:{node[1]}" if name in ids.values() else name
+    return ids
+
+
 @lru_cache(maxsize=NUM_SLOTS)
 def home_of_slot(slot: int) -> bytes:
     """Return a hash tag, with its braces, that lies in `slot`."""
@@ -256,16 +289,6 @@ def _node(row: object, asked_host: str) -> Node:
 
 def _tells_of_change(replies: Sequence[Reply | None]) -> bool:
     return any(reply is None or isinstance(reply, ClusterDownError) for reply in replies)
-
-
-def _drop_errors(operation: str, shard: RegistryShard, replies: list[Reply | None]) -> None:
-    num_refused = 0
-    for position, reply in enumerate(replies):
-        if isinstance(reply, RedisError):
-            replies[position] = None
-            num_refused += 1
-    if num_refused:
-        shard.report(operation, "refused", num_refused)
 
 
 _NO_SHARDS = ShardView(shards=(), ids=(), homes=(), placement=SlotPlacement((), (), bytes))

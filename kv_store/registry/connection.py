@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection, parse_url
 from redis.asyncio.retry import Retry
@@ -37,6 +38,10 @@ class ShardLimits:
     """Pipelines in flight at once; more wait."""
 
 
+_URL_OPTIONS = ("db", "password", "username")
+"""After the ? of a URL, as redis-py takes them; the rest are settings of the deployment."""
+
+
 class ShardAddress:
     """Where one shard is and how to get in. Its name is host:port/db: places keys, labels metrics, has no secret."""
 
@@ -44,12 +49,18 @@ class ShardAddress:
         """Read a URL.
 
         Raises:
-            ConfigError: Not a Redis URL; the message does not repeat it.
+            ConfigError: Not a Redis URL, or one with an option that is not known; the message does not repeat it.
         """
         try:
+            query = urlsplit(url).query
             parts: dict[str, Any] = dict(parse_url(url))
         except ValueError as error:
             raise ConfigError("a registry shard must be a redis://, rediss:// or unix:// URL") from error
+        unknown = sorted(parse_qs(query, keep_blank_values=True).keys() - set(_URL_OPTIONS))
+        if unknown:
+            # What stands before an @ may be a part of a password.
+            named = "" if "@" in query else f' "{unknown[0]}"'
+            raise ConfigError(f"a registry URL has an unknown option{named}; it takes {', '.join(_URL_OPTIONS)}")
         self.host: str = parts.get("host", "localhost")
         self.port: int = int(parts.get("port", 6379))
         self.db: int = int(parts.get("db", 0))

@@ -70,6 +70,8 @@ class MemoryRegistry:
             if is_new:
                 replaced |= {old.record.incarnation}
                 self._purge(record.worker_id, old.record.incarnation)
+            elif record.generation < old.record.generation:
+                record = old.record
         self._lives[record.worker_id] = _Life(record=record, expires_at_s=self._clock() + lease_s, replaced=replaced)
         sequence = self._sequences.get((record.worker_id, record.incarnation), 0)
         return {SHARD: ShardMemory(epoch=self._epoch, sequence=sequence, is_new=is_new)}

@@ -107,6 +107,8 @@ class Registry(Protocol):
     async def register(self, record: WorkerRecord, *, lease_s: float) -> Mapping[str, ShardMemory]:
         """Make the worker visible for `lease_s` from now; again to renew. A new incarnation replaces an older one.
 
+        A record that comes late, of a lower generation than this life has, only renews.
+
         Returns:
             What each shard that answered remembers, by shard.
 
@@ -144,8 +146,8 @@ class Registry(Protocol):
             sequence: Number of this batch, >= 1.
 
         Returns:
-            What the shard remembered before; None when it did not answer, and the batch may or may not have arrived. A
-            claim that a full shard refuses is dropped.
+            What the shard remembered before; None when it did not answer to the whole batch, of which all or a part may
+            have arrived. A claim that a full shard refuses is dropped.
         """
         ...
 

@@ -62,6 +62,15 @@ class _ShardTrack:
     retry_at_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expectation:
+    """What shards should say to a registration that is about to be sent."""
+
+    asked_s: float
+    acknowledged: Mapping[str, int]
+    """By shard, the batch that it is known to have."""
+
+
 @dataclass(slots=True, kw_only=True)
 class PublisherCounts:
     """Monotonic counters."""
@@ -93,17 +102,12 @@ class BlockPublisher:
         self._unplaced: dict[BlockKey, Tier | None] = {}
         """Changes whose shard has not been asked for yet."""
         self._tracks: dict[str, _ShardTrack] = {}
-        self._listed_epochs: dict[str, str] = {}
-        """Epoch of each shard when this life was last registered there."""
+        self._listed_s: dict[str, float] = {}
+        """When the last registration that each shard confirmed was sent."""
         self._to_fill: set[str] = set()
         self._has_dropped = False
         """Changes are gone that no shard has heard."""
         self._to_refresh: list[BlockKey] = []
-
-    @property
-    def num_held(self) -> int:
-        """Blocks that the worker holds."""
-        return len(self._held)
 
     @property
     def queue_depth(self) -> int:
@@ -136,26 +140,31 @@ class BlockPublisher:
             return True
         return False
 
-    def remembered(self) -> dict[str, int]:
-        """Return, per shard, the batch that it is known to have; taken before `check` is asked about an answer."""
-        return {shard: track.acknowledged for shard, track in self._tracks.items()}
+    def expect(self) -> Expectation:
+        """Return what to compare the answer of a registration with; taken just before it is sent."""
+        acknowledged = {shard: track.acknowledged for shard, track in self._tracks.items()}
+        return Expectation(asked_s=self._clock(), acknowledged=acknowledged)
 
-    def check(self, memories: Mapping[str, ShardMemory], before: Mapping[str, int]) -> None:
+    def check(self, memories: Mapping[str, ShardMemory], expected: Expectation, lease_s: float) -> None:
         """Compare what shards said to a registration with what they should remember.
 
         Args:
             memories: What `Registry.register` returned.
-            before: `remembered()` from before that call.
+            expected: From before that call.
+            lease_s: What was registered for, now and the time before.
         """
+        now_s = self._clock()
         for shard, memory in memories.items():
+            listed_s = self._listed_s.get(shard)
+            self._listed_s[shard] = expected.asked_s
             track = self._tracks.get(shard)
             if track is None:
                 continue
-            self._compare(shard, track, memory, before.get(shard, 0))
-            if memory.is_new and self._listed_epochs.get(shard) == memory.epoch:
-                # The lease lapsed there and the rest stayed; others may have cleaned this life's claims up since.
+            self._compare(shard, track, memory, expected.acknowledged.get(shard, 0))
+            # The answer that told of a lapsed lease may be lost, so the time counts too.
+            if listed_s is not None and (memory.is_new or now_s - listed_s > lease_s):
+                # While this life was not listed, others may have cleaned its claims up.
                 self._to_fill.add(shard)
-        self._listed_epochs.update((shard, memory.epoch) for shard, memory in memories.items())
 
     def refresh(self, entry_ttl_s: float) -> None:
         """Queue the claims older than half of their time to live, so that none ends while its block is held."""
@@ -224,19 +233,25 @@ class BlockPublisher:
                     track.backlog.append(key)
         self._to_refresh.clear()
         if self._to_fill:
-            await self._fill(self._to_fill & self._tracks.keys())
+            await self._fill(set(self._to_fill))
 
     def _follow(self, shards: tuple[str, ...]) -> None:
         """Keep one track per shard; what waited for a shard that is gone is placed again."""
         is_first = not self._tracks
-        for shard in self._tracks.keys() - set(shards):
+        gone = self._tracks.keys() - set(shards)
+        for shard in gone:
             track = self._tracks.pop(shard)
             self._unplaced = track.pending | self._unplaced
+            self._listed_s.pop(shard, None)
+        self._to_fill -= gone
         for shard in shards:
             if shard not in self._tracks:
                 self._tracks[shard] = _ShardTrack()
                 if not is_first or self._has_dropped:
                     self._to_fill.add(shard)
+        if gone:
+            # Those that are left may have taken its part over without the data.
+            self._to_fill.update(shards)
 
     async def _fill(self, shards: set[str]) -> None:
         """Queue everything that `shards` should know."""

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self, cast
 
+from redis.exceptions import RedisError
+
 from kv_store.registry import scripts
 from kv_store.registry.cluster import ClusterShards
 from kv_store.registry.connection import ShardAccess, ShardLimits, shard_name
@@ -156,8 +158,10 @@ class RedisRegistry:
         memory = self.names.memory(view.homes[index])
         commands.append(self._mark(memory, claimant.worker_id, claimant.incarnation, sequence))
         operation = "publish" if any(tier is not None for tier in changes.values()) else "withdraw"
-        replies = await self.source.run(operation, view, {index: commands})
-        return None if replies[index][-1] is None else _read_memory(replies[index][-1])
+        replies = (await self.source.ask(operation, view, {index: commands}))[index]
+        # In a cluster, a part of the batch may have gone to another server, which did not answer.
+        is_whole = None not in replies and not isinstance(replies[-1], RedisError)
+        return _read_memory(replies[-1]) if is_whole else None
 
     async def publish(
         self,

@@ -1,4 +1,8 @@
-"""The registry's atomic steps: Lua that runs inside a shard, each script touching one key."""
+"""The registry's atomic steps: Lua that runs inside a shard, each script touching one key.
+
+A full server refuses only to publish: the scripts that keep leases and batch numbers and that clean up run there too
+(flag allow-oom, known since Redis 7.0).
+"""
 
 import hashlib
 from dataclasses import dataclass

@@ -135,7 +135,8 @@ class RegistryShard:
             return self._lost(operation, "timeout", len(commands), error)
         except AuthenticationError as error:
             return self._lost(operation, "authentication", len(commands), error)
-        except (RedisConnectionError, OSError) as error:
+        except (RedisError, OSError) as error:
+            # Also what is no Redis at all, and what a server answers to the first words of a connection.
             return self._lost(operation, "connection", len(commands), error)
         if not self._breaker.is_closed:
             log.info("shard.returned shard=%s", self.name)

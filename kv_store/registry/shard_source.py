@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from redis.exceptions import RedisError
+
 from kv_store.registry.connection import ShardAccess, ShardAddress, ShardLimits
 from kv_store.registry.scripts import Command
 from kv_store.registry.shard import RegistryShard, Reply, ShardHooks
@@ -30,7 +32,8 @@ class ShardView:
 
     shards: tuple[RegistryShard, ...]
     ids: tuple[str, ...]
-    """Which part of the data each shard keeps; stays when another server takes the part over."""
+    """Which part of the data each shard keeps. Stays when another server takes the part over with its data, and changes
+    when the data may be lost without a trace."""
     homes: tuple[bytes, ...]
     """What the name of a key ends with that must lie on the shard; see `key_names.py`."""
     placement: Placement
@@ -43,8 +46,16 @@ class ShardSource(Protocol):
         """Return the present shards; none when they are not known."""
         ...
 
+    async def ask(self, operation: str, view: ShardView, commands: Commands) -> Replies:
+        """Run commands on shards of `view` at once.
+
+        Returns:
+            None for every reply that a shard did not give, RedisError for a command that it refused.
+        """
+        ...
+
     async def run(self, operation: str, view: ShardView, commands: Commands) -> Replies:
-        """Run commands on shards of `view` at once; None for every reply that a shard did not give."""
+        """Run commands as `ask` does; None also for those that were refused."""
         ...
 
     @property
@@ -76,9 +87,15 @@ class PlainServers:
         """Return the servers."""
         return self._view
 
-    async def run(self, operation: str, view: ShardView, commands: Commands) -> Replies:
+    async def ask(self, operation: str, view: ShardView, commands: Commands) -> Replies:
         """Run commands on several servers at once."""
-        return await run_on_each(operation, view.shards, commands)
+        replies = await ask_each(operation, view, commands)
+        report_refused(operation, view, replies)
+        return replies
+
+    async def run(self, operation: str, view: ShardView, commands: Commands) -> Replies:
+        """Run commands as `ask` does; None also for those that were refused."""
+        return without_refusals(await self.ask(operation, view, commands))
 
     @property
     def num_silent(self) -> int:
@@ -91,8 +108,25 @@ class PlainServers:
             await shard.close()
 
 
-async def run_on_each(operation: str, shards: Sequence[RegistryShard], commands: Commands) -> Replies:
-    """Run a pipeline per shard, all at once."""
+async def ask_each(operation: str, view: ShardView, commands: Commands) -> Replies:
+    """Run a pipeline per shard, all at once; errors stay among the replies."""
     async with asyncio.TaskGroup() as group:
-        tasks = {index: group.create_task(shards[index].run(operation, words)) for index, words in commands.items()}
+        tasks = {
+            index: group.create_task(view.shards[index].ask(operation, words)) for index, words in commands.items()
+        }
     return {index: task.result() for index, task in tasks.items()}
+
+
+def report_refused(operation: str, view: ShardView, replies: Replies) -> None:
+    """Tell, per shard, of the commands that it refused."""
+    for index, given in replies.items():
+        num_refused = sum(isinstance(reply, RedisError) for reply in given)
+        if num_refused:
+            view.shards[index].report(operation, "refused", num_refused)
+
+
+def without_refusals(replies: Replies) -> Replies:
+    """Put None where a command was refused."""
+    return {
+        index: [None if isinstance(reply, RedisError) else reply for reply in given] for index, given in replies.items()
+    }

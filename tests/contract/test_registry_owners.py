@@ -96,11 +96,19 @@ async def test_a_new_generation_takes_all_older_claims_away_at_once(place: Place
     assert (await place.second_view.lookup(keys)).by_worker == {}
 
 
-async def test_a_renewal_with_a_late_record_of_an_older_generation_is_seen_as_it_is(place: Place) -> None:
-    """Whoever registers last in one life is believed; a worker numbers its generations itself."""
-    await place.registry.register(replace(worker("a"), generation=3), lease_s=60)
+async def test_a_late_registration_of_an_older_generation_only_renews(place: Place) -> None:
+    """Rule 11: claims that were taken away do not come back, and those of the present generation stay."""
+    keys, present = block_keys(20), replace(worker("a"), generation=3)
+    await place.registry.register(present, lease_s=60)
+    await place.registry.publish("a", "life-1", keys, generation=3)
 
-    assert await place.second_view.workers() == [replace(worker("a"), generation=3)]
+    late = await place.registry.register(replace(worker("a"), generation=2), lease_s=60)
+
+    assert not any(memory.is_new for memory in late.values())
+    assert await place.second_view.workers() == [present]
+    assert (await place.second_view.lookup(keys)).by_worker == {"a": 20}
+    await place.registry.register(replace(worker("a"), generation=4), lease_s=60)
+    assert await place.second_view.workers() == [replace(worker("a"), generation=4)]
 
 
 async def test_spread_gives_every_key_one_shard(place: Place) -> None:

@@ -139,9 +139,21 @@ def test_a_prefix_is_shown_with_its_holders_best_first(run: Run, servers: Embedd
     assert "nobody holds a block of it" in run("prefix", "--tokens", "7," * 40 + "7")
 
 
-@pytest.mark.parametrize("words", [("prefix",), ("prefix", "text", "--tokens", "1"), ("prefix", "--tokens", "1,x")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("prefix",),
+        ("prefix", "text", "--tokens", "1"),
+        ("prefix", "--tokens", "1,x"),
+        ("prefix", "--tokens", "1", "--chat"),
+    ],
+)
 def test_a_prompt_that_is_none_is_a_usage_error(run: Run, words: tuple[str, ...]) -> None:
     run(*words, exit_code=2)
+
+
+def test_a_port_beside_a_config_that_names_its_registry_is_a_usage_error(run: Run) -> None:
+    assert "registry.urls" in run("workers", "--http-port", "8000", exit_code=2)
 
 
 def test_workers_that_do_not_answer_a_clear_are_named(run: Run, servers: EmbeddedValkey) -> None:

@@ -111,9 +111,13 @@ class World:
         return Life(self, incarnation, role, port)
 
     async def read(self, life: Life, request_id: str = "r") -> int:
-        async with self.peers.make_reader(life.offer(request_id), ((BlockId(2),),)) as reader:
+        reader = self.peers.make_reader(life.offer(request_id), ((BlockId(2),),))
+        try:
+            await reader.open()
             await reader.read_through(16)
             return (await reader.close()).good_tokens
+        finally:
+            await reader.abandon()
 
 
 async def test_twenty_lives_on_one_address_leave_no_more_registrations_than_live_peers() -> None:

@@ -1,6 +1,8 @@
 """A Redis Cluster that loses a master, moves slots, and is reached through any node."""
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,8 +14,8 @@ from redis.crc import key_slot
 
 from deployments.worker.membership import Membership, MembershipTimes
 from kv_store.local_cache import CacheChanges
-from kv_store.registry.cluster import SlotPlacement, SlotRange, home_of_slot, read_slots
-from kv_store.registry.protocol import PrefixHits
+from kv_store.registry.cluster import SlotPlacement, SlotRange, home_of_slot, part_ids, read_slots
+from kv_store.registry.protocol import Claimant, PrefixHits
 from kv_store.registry.redis import RedisRegistry
 from kv_store.registry.shard import ShardFailure, ShardLimits
 from messages.errors import ConfigError, RegistryError
@@ -119,6 +121,61 @@ async def test_a_slot_that_is_on_its_way_answers_from_both_ends(cluster: Cluster
     assert hits == PrefixHits(by_worker={"a": len(KEYS)}, unknown=False)
 
 
+async def test_a_batch_of_which_a_part_was_redirected_to_a_silent_master_has_not_arrived(cluster: Cluster) -> None:
+    """Rule 11: it is not taken for delivered, though the shard that it was meant for has answered."""
+    limits = ShardLimits(timeout_s=0.3, cooldown_s=0.05)
+    claimant = Claimant(worker_id="a", incarnation="life-1")
+    keys = [key for key in KEYS if shard_of(cluster, key) == 0]
+    moved = key_slot(b"kvferry/n/b/" + keys[-1])
+    batch = dict.fromkeys(keys, "device")
+    async with RedisRegistry(cluster.urls, "n", limits=limits, is_cluster=True) as registry:
+        await registry.register(worker("a"), lease_s=60)
+        shard = next(shard for shard, of_shard in (await registry.spread(keys)).items() if keys[-1] in of_shard)
+        cluster.move_slot(moved, 0, 1, is_finished=True)
+        try:
+            os.kill(cluster.servers[1].pid, signal.SIGSTOP)
+            try:
+                lost = await registry.write(shard, claimant, batch, 1)
+                with cluster.servers[0].client() as client:
+                    mark = client.hget(client.keys("kvferry/n/m*")[0], "a")
+            finally:
+                os.kill(cluster.servers[1].pid, signal.SIGCONT)
+        finally:
+            cluster.move_slot(moved, 1, 0, is_finished=True)
+
+    assert b"|1|" in mark
+    assert lost is None
+
+
+async def test_slots_that_another_master_takes_over_empty_are_filled_again(tmp_path: Path) -> None:
+    """Rule 9: their master is lost with its data, and for a while nobody serves them."""
+    with running_cluster(tmp_path) as cluster:
+        async with RedisRegistry(cluster.urls, "n", limits=LIMITS, is_cluster=True) as registry:
+            membership = Membership(registry, worker("a"), MembershipTimes(lease_s=0.9))
+            tasks = [asyncio.create_task(work) for work in (membership.renew(), membership.publish())]
+            membership.note(CacheChanges(stored=KEYS, removed=[]))
+            await until_held(registry, len(KEYS))
+            with cluster.servers[1].client() as client:
+                lost_id = client.execute_command("CLUSTER MYID")
+            cluster.servers[1].kill()
+            for server in (cluster.servers[0], cluster.servers[2]):
+                with server.client() as client:
+                    client.execute_command("CLUSTER FORGET", lost_id)
+            covered = len([key for key in KEYS if shard_of(cluster, key) != 1])
+            give_up_s = time.monotonic() + 15
+            while sum(map(len, (await registry.spread(KEYS)).values())) > covered:
+                assert time.monotonic() < give_up_s
+                await asyncio.sleep(0.05)
+
+            with cluster.servers[0].client() as client:
+                client.execute_command("CLUSTER ADDSLOTSRANGE", 5461, 10922)
+            await until_held(registry, len(KEYS))
+
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_a_dead_master_is_unknown_not_a_miss_and_comes_back(tmp_path: Path) -> None:
     """Rule 9."""
     failures: list[ShardFailure] = []
@@ -222,6 +279,20 @@ def test_nodes_that_do_not_know_their_host_are_where_they_were_asked() -> None:
         SlotRange(first=0, last=99, master=("10.0.0.1", 7000), replicas=(("10.0.0.2", 7001),)),
         SlotRange(first=100, last=200, master=("10.0.0.1", 7002)),
     ]
+
+
+def test_a_part_keeps_its_name_while_slots_move_and_when_a_replica_takes_it_over() -> None:
+    """Rule 9: only what may have lost its data looks like a new shard to those who fill it."""
+    a, b, c, replica = (("10.0.0.1", 7000 + number) for number in range(4))
+    first = part_ids({a: 0, b: 8000}, {}, 0)
+    moved = part_ids({a: 100, b: 0, c: 8000}, first, 0)
+    failed_over = part_ids({replica: 0, b: 8000}, first, 0)
+    repaired = part_ids({a: 0, b: 8000}, {}, 1)
+
+    assert (moved[a], moved[b]) == (first[a], first[b])
+    assert moved[c] not in first.values()
+    assert failed_over == {replica: first[a], b: first[b]}
+    assert not set(repaired.values()) & set(first.values())
 
 
 def test_keys_of_slots_that_nobody_serves_are_left_out() -> None:

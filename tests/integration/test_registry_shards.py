@@ -5,18 +5,21 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 import redis
 
 from kv_store.embedded import EmbeddedValkey
-from kv_store.registry.protocol import PrefixHits, WorkerRecord
+from kv_store.registry.protocol import Claimant, PrefixHits, WorkerRecord
 from kv_store.registry.redis import RedisRegistry, shard_name
 from kv_store.registry.shard import ShardFailure, ShardLimits
 from kv_store.sharding import RendezvousSharding
 from messages.errors import RegistryError
 from messages.handoff import BlockKey
+from tests.contract.registry_servers import free_port, make_server
 
 pytestmark = pytest.mark.redis
 
@@ -235,6 +238,52 @@ async def test_a_full_shard_refuses_to_publish_and_keeps_what_it_has(servers: Em
         ("publish", "refused", 32)
     ]
     assert hits == PrefixHits(by_worker={"a": 30}, unknown=False)
+
+
+async def test_a_full_shard_keeps_leases_and_batch_numbers_and_is_cleaned_up(servers: EmbeddedValkey) -> None:
+    """Rules 5 and 7: only claims are refused; a worker that could not renew would vanish and resend for ever."""
+    await full_shard_serves_on(servers.urls[0])
+
+
+async def test_a_full_redis_7_keeps_leases_too(tmp_path: Path) -> None:
+    """The flag that lets a script run on a full server is as old as Redis 7.0."""
+    server = make_server(tmp_path, free_port())
+    server.start()
+    try:
+        await full_shard_serves_on(f"redis://127.0.0.1:{server.port}/0")
+    finally:
+        server.kill()
+
+
+async def full_shard_serves_on(url: str) -> None:
+    claimant = Claimant(worker_id="a", incarnation="life-1")
+    with redis.Redis.from_url(url) as client:
+        async with RedisRegistry([url], "n", limits=LIMITS) as registry:
+            (shard,) = await registry.register(WORKER, lease_s=60)
+            await registry.publish("a", "life-1", KEYS[:32])
+            await registry.publish("ghost", "life-1", KEYS[:32])
+            bound = client.config_get("maxmemory")["maxmemory"]
+            client.config_set("maxmemory", 1)
+            try:
+                client.script_flush()
+                newcomer = await registry.register(replace(WORKER, worker_id="b"), lease_s=60)
+                renewed = await registry.register(WORKER, lease_s=60)
+                await registry.write(shard, claimant, dict.fromkeys(KEYS[30:], "device"), 7)
+                after = await registry.write(shard, claimant, dict.fromkeys(KEYS[31:32]), 8)
+                await registry.tend()
+                claims = sum(client.hlen(name) for name in client.keys("kvferry/n/b/*"))
+                hits = await registry.lookup(KEYS)
+                await registry.unregister("b", "life-1")
+                left = await registry.workers()
+            finally:
+                client.config_set("maxmemory", bound)
+
+    assert (newcomer[shard].is_new, renewed[shard].is_new) == (True, False)
+    assert after is not None
+    assert after.sequence == 7
+    assert hits == PrefixHits(by_worker={"a": 31}, unknown=False)
+    assert claims == 31
+    assert left == [WORKER]
 
 
 async def test_dead_claims_on_a_popular_block_are_swept(servers: EmbeddedValkey) -> None:

@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- Take or keep the lead of the clean-up here. KEYS: leader. ARGV: who, lease in ms.
 -- Returns 2 when the lead is new, 1 when it was kept, 0 when somebody else has it.
 local leader = redis.call('GET', KEYS[1])

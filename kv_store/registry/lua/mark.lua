@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- What this shard remembers of a worker's writes. KEYS: memory.
 -- ARGV: worker id, incarnation, number of this batch ('0' only looks), an epoch in case there is none, time to live in ms.
 -- Field '' is the epoch, a random id that is lost with the data. Other fields: expiry | number of the last batch | incarnation.

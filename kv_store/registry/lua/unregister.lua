@@ -1,3 +1,4 @@
+#!lua flags=allow-oom
 -- End one life of a worker, unless another life has replaced it. KEYS: worker table. ARGV: worker id, incarnation.
 local stored = redis.call('HGET', KEYS[1], ARGV[1])
 if not stored or cjson.decode(stored).i ~= ARGV[2] then return 0 end

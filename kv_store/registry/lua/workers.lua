@@ -1,3 +1,4 @@
+#!lua flags=no-writes
 -- The live workers. KEYS: worker table. ARGV: the version that the reader has, '' for none.
 -- Returns {version} when the reader is up to date, else {version, 'full', then remaining ms, age ms, record of each worker}.
 local version = redis.call('HGET', KEYS[1], '') or ''

@@ -1,7 +1,7 @@
 """A worker's lease and its blocks, followed by the tasks that the worker runs."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sized
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,7 +10,8 @@ import pytest
 from deployments.worker.membership import Membership, MembershipTimes
 from kv_store.local_cache import CacheChanges
 from kv_store.registry.memory import MemoryRegistry
-from kv_store.registry.protocol import ShardMemory, WorkerRecord
+from kv_store.registry.protocol import Claimant, ShardMemory, Tier, WorkerRecord
+from messages.errors import RegistryError
 from messages.handoff import BlockKey
 from tests.contract.registry_places import worker
 
@@ -118,6 +119,46 @@ async def test_a_clear_is_registered_at_once() -> None:
     assert membership.queue_depth == 0
 
 
+class Refuses(MemoryRegistry):
+    """Refuses to register generations, and notes in turn what was registered and what was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_to_refuse = 0
+        self.said: list[str] = []
+
+    async def register(self, record: WorkerRecord, *, lease_s: float) -> dict[str, ShardMemory]:
+        if self.num_to_refuse:
+            self.num_to_refuse -= 1
+            self.said.append("refused")
+            raise RegistryError("no shard took the registration")
+        self.said.append(f"registered {record.generation}")
+        return await super().register(record, lease_s=lease_s)
+
+    async def write(
+        self, shard: str, claimant: Claimant, changes: Mapping[BlockKey, Tier | None], sequence: int
+    ) -> ShardMemory | None:
+        self.said.append(f"written {claimant.generation}")
+        return await super().write(shard, claimant, changes, sequence)
+
+
+async def test_a_generation_is_registered_before_it_claims_and_soon_after_a_failure() -> None:
+    """Rule 11: claims of a generation that no table lists are taken for a dead one's."""
+    registry = Refuses()
+    membership = Membership(registry, worker("a"), MembershipTimes(lease_s=600.0))
+    async with running(membership):
+        membership.note(CacheChanges(stored=KEYS, removed=[]))
+        await until(found(registry, len(KEYS)))
+        registry.said.clear()
+        registry.num_to_refuse = 2
+        membership.note(CacheChanges(stored=[], removed=KEYS[5:]))
+
+        await until(lambda: _has(registry.said, 4))
+
+        assert await found(registry, 5)()
+    assert registry.said == ["refused", "refused", "registered 1", "written 1"]
+
+
 def membership_record(membership: Membership) -> WorkerRecord:
     record = worker("a")
     return WorkerRecord.from_json(record.to_json().replace('"generation":0', f'"generation":{membership.generation}'))
@@ -164,8 +205,8 @@ async def test_every_renewal_is_jittered_the_first_one_most() -> None:
     assert gaps[1] == pytest.approx(LEASE_S / 3 * 0.8, abs=0.05)
 
 
-async def _has(times: list[float], count: int) -> bool:
-    return len(times) >= count
+async def _has(noted: Sized, count: int) -> bool:
+    return len(noted) >= count
 
 
 async def test_leaving_takes_the_worker_out_for_good() -> None:

@@ -263,16 +263,6 @@ def test_a_request_has_one_handoff_at_a_time() -> None:
         grant(table)
 
 
-def test_the_next_expiry_is_the_earliest() -> None:
-    table = make_table(lease_s=10.0)
-    assert table.next_expiry_s is None
-
-    grant(table, "a", now_s=5.0)
-    grant(table, "b", now_s=1.0)
-
-    assert table.next_expiry_s == 11.0
-
-
 class HandoffMachine(RuleBasedStateMachine):
     """Any order of calls: each granted request is freed once, and no Close of a superseded or late read is valid."""
 

@@ -164,16 +164,6 @@ async def test_a_cancelled_abandon_can_be_awaited_again() -> None:
     assert reader.is_quiet()
 
 
-async def test_leaving_the_context_early_frees_the_owner() -> None:
-    pair = Pair()
-
-    with pytest.raises(ZeroDivisionError):
-        async with pair.reader(pair.grant((refs(3), refs()), 16), (ids(3), ids())):
-            raise ZeroDivisionError
-
-    assert pair.table.pop_freed() == ["r"]
-
-
 async def test_a_reader_of_an_unreachable_memory_fails_at_open_and_frees_the_owner() -> None:
     pair = Pair()
     reader = pair.reader(pair.grant((refs(3), refs()), 16), (ids(3), ids()))

@@ -3,8 +3,8 @@ import time
 
 import pytest
 
-from kv_store.registry.memory import MemoryRegistry
-from kv_store.registry.protocol import Registry, WorkerRecord
+from kv_store.registry.memory import SHARD, MemoryRegistry
+from kv_store.registry.protocol import Claimant, Registry, WorkerRecord
 from kv_store.registry_faults import with_faults
 from messages.errors import RegistryError
 from messages.fault_plan import FAULT_POINTS, parse_faults
@@ -42,7 +42,8 @@ def test_every_command_of_a_registry_has_a_point() -> None:
         for name, member in vars(Registry).items()
         if inspect.iscoroutinefunction(member)
         and not name.startswith("_")
-        and name not in ("close", "shards", "spread")
+        # Nothing is sent for shards and spread; workers publish and withdraw by write.
+        and name not in ("close", "shards", "spread", "publish", "withdraw")
     }
 
     assert {f"registry.{name}" for name in commands} == {name for name in FAULT_POINTS if name.startswith("registry.")}
@@ -56,16 +57,17 @@ def test_without_a_plan_for_it_the_registry_is_the_same_object() -> None:
 
 
 async def test_an_error_leaves_the_command_undone() -> None:
-    inner, registry = faulty("registry.register:error*1,registry.publish:error*1,registry.lookup:error+1")
+    inner, registry = faulty("registry.register:error*1,registry.write:error*1,registry.lookup:error+1")
 
     with pytest.raises(RegistryError, match="a fault was asked for"):
         await registry.register(record(), lease_s=5.0)
     assert await inner.workers() == []
     await registry.register(record(), lease_s=5.0)
 
-    await registry.publish("w", "1", KEYS)
+    claimant, batch = Claimant(worker_id="w", incarnation="1"), dict.fromkeys(KEYS, "device")
+    assert await registry.write(SHARD, claimant, batch, 1) is None
     assert not (await inner.lookup(KEYS)).by_worker
-    await registry.publish("w", "1", KEYS)
+    assert await registry.write(SHARD, claimant, batch, 2) is not None
 
     assert (await registry.lookup(KEYS)).by_worker == {"w": 3}
     assert (await registry.lookup(KEYS)).unknown

@@ -47,8 +47,8 @@ class Bench:
         )
 
     async def renew(self, lease_s: float = 1e9) -> None:
-        before = self.publisher.remembered()
-        self.publisher.check(await self.registry.register(self.record, lease_s=lease_s), before)
+        expected = self.publisher.expect()
+        self.publisher.check(await self.registry.register(self.record, lease_s=lease_s), expected, lease_s)
 
     async def flush(self) -> None:
         while self.publisher.has_work:
@@ -56,6 +56,11 @@ class Bench:
 
     async def held(self, asked: Sequence[BlockKey]) -> list[bool]:
         return [(await self.registry.lookup([key])).by_worker == {"a": 1} for key in asked]
+
+    async def held_by_life(self, asked: Sequence[BlockKey]) -> list[bool]:
+        """As `held`, when the worker is listed."""
+        await self.registry.register(self.record, lease_s=1e9)
+        return await self.held(asked)
 
     async def hold(self, stored: Iterable[BlockKey], removed: Iterable[BlockKey] = ()) -> None:
         self.publisher.note(stored, removed)
@@ -87,7 +92,6 @@ async def test_what_is_noted_is_found_and_what_is_given_up_is_not() -> None:
     await bench.hold((), keys(3, 4))
 
     assert await bench.held(keys(*range(20))) == [number not in (3, 4) for number in range(20)]
-    assert bench.publisher.num_held == 18
     assert max(map(len, bench.registry.batches)) == LIMITS.batch_size
 
 
@@ -137,10 +141,24 @@ async def test_a_write_notices_a_shard_that_forgot_too() -> None:
     bench.registry.forget()
 
     await bench.hold(keys(10))
+
+    assert await bench.held_by_life(keys(*range(11))) == [True] * 11
+    assert bench.publisher.counts.resyncs == 1
+
+
+async def test_claims_made_before_the_life_was_listed_again_are_made_again() -> None:
+    """Rules 7 and 10: the shard lost its worker table too, so its leader takes them for a dead one's."""
+    bench = Bench()
     await bench.renew()
+    await bench.hold(keys(*range(10)))
+    bench.registry.forget()
+    await bench.hold(keys(10))
+    await bench.registry.tend()
+
+    await bench.renew()
+    await bench.flush()
 
     assert await bench.held(keys(*range(11))) == [True] * 11
-    assert bench.publisher.counts.resyncs == 1
 
 
 async def test_a_shard_is_filled_in_small_batches() -> None:
@@ -305,6 +323,26 @@ async def test_a_worker_whose_lease_lapsed_says_everything_again() -> None:
 
     assert await bench.held(keys(1, 2)) == [True, True]
     assert bench.publisher.counts.resyncs == 1
+
+
+async def test_a_lapsed_lease_is_noticed_when_the_answer_that_told_of_it_is_lost() -> None:
+    """Rule 7."""
+    bench = Bench()
+    await bench.renew(lease_s=1.0)
+    await bench.hold(keys(1, 2))
+    bench.clock.now_s += 2.0
+    await bench.registry.tend()
+    await bench.registry.register(bench.record, lease_s=1.0)
+
+    bench.clock.now_s += 0.5
+    await bench.renew(lease_s=1.0)
+    await bench.flush()
+    bench.clock.now_s += 0.9
+    await bench.renew(lease_s=1.0)
+
+    assert await bench.held(keys(1, 2)) == [True, True]
+    assert bench.publisher.counts.resyncs == 1
+    assert not bench.publisher.has_work
 
 
 async def test_claims_are_renewed_before_they_end_and_only_while_held() -> None:

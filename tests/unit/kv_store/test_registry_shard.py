@@ -1,3 +1,4 @@
+import asyncio
 import socket
 import time
 
@@ -62,6 +63,38 @@ def test_a_probe_that_never_reports_back_is_followed_by_another() -> None:
 )
 def test_a_shards_name_says_where_it_is_and_no_password(url: str, name: str) -> None:
     assert shard_name(url) == name
+
+
+@pytest.mark.parametrize(
+    ("url", "name", "password"),
+    [
+        ("unix:///run/redis.sock?db=3&password=secret", "/run/redis.sock/3", "secret"),
+        ("redis://a:1?db=2", "a:1/2", None),
+        ("redis://a:1?username=u&password=secret", "a:1/0", "secret"),
+    ],
+)
+def test_options_of_a_url_that_say_who_and_where_are_honoured(url: str, name: str, password: str | None) -> None:
+    connection = ShardAddress(url).make_connection(ShardLimits())
+
+    assert shard_name(url) == name
+    assert connection.password == password
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["socket_timeout=1", "max_connections=4", "protocol=3", "ssl_cert_reqs=none", "tiemout=", "decode_responses=true"],
+)
+def test_an_option_that_would_not_be_honoured_is_a_config_error_that_names_it(option: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ShardAddress(f"redis://:secret@a:1?db=2&{option}")
+
+    name = option.partition("=")[0]
+    assert str(caught.value) == f'a registry URL has an unknown option "{name}"; it takes db, password, username'
+
+
+def test_a_part_of_a_password_that_looks_like_an_option_is_not_repeated() -> None:
+    with pytest.raises(ConfigError, match="unknown option; it takes"):
+        ShardAddress("redis://se?cret@a:1")
 
 
 @pytest.mark.parametrize(
@@ -145,3 +178,24 @@ async def test_no_commands_are_no_round_trip() -> None:
     shard = shard_at("redis://127.0.0.1:1/0", [])
 
     assert await shard.run("publish", []) == []
+
+
+async def test_a_port_that_does_not_speak_redis_is_a_silent_shard() -> None:
+    """Rule 5."""
+    failures: list[ShardFailure] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        shard = shard_at(f"redis://127.0.0.1:{port}", failures)
+
+        replies = await shard.run("lookup", [("HGETALL", b"k")])
+
+    assert replies == [None]
+    assert shard.is_silent
+    assert [failure.reason for failure in failures] == ["connection"]
