@@ -207,12 +207,17 @@ class ProcessGroup:
         return next(sample for sample in self.gateway.links.samples() if sample.worker_id == worker_id)
 
     def is_at_baseline(self) -> bool:
-        """Whether no living worker holds anything for anybody."""
+        """Whether the gateway has no request, and no living worker holds anything for anybody."""
         samples = self.gateway.links.samples()
-        return bool(samples) and all(
-            sample.running == sample.waiting == sample.handoffs == 0
-            and all(group.referenced == 0 and group.free + group.cached == group.total for group in sample.groups)
-            for sample in samples
+        # Heartbeats are a moment old; the gateway is the last to let a request go.
+        return (
+            self.gateway.service.num_running == 0
+            and bool(samples)
+            and all(
+                sample.running == sample.waiting == sample.handoffs == 0
+                and all(group.referenced == 0 and group.free + group.cached == group.total for group in sample.groups)
+                for sample in samples
+            )
         )
 
     async def until_baseline(self, timeout_s: float = 6.0) -> None:

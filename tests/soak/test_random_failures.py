@@ -180,7 +180,6 @@ async def test_a_storm_of_failures_leaves_nothing_behind(
     await group.until_baseline(20.0)
     await check_every_prompt(storm)
     await group.until_baseline()
-    assert group.gateway.service.num_running == 0
     for name, growth_mb_per_minute in growth_of(tally).items():
         assert growth_mb_per_minute < most_growth_mb_per_minute, (name, tally.memory_mb[name])
     assert shared_memory_files() <= files_before
