@@ -1,7 +1,7 @@
 """What can be made to go wrong, where, and how a plan of faults is written.
 
-A plan is `point:action[=value][*times][+skip][@pool]`, separated by commas: `handoff.close:drop*1+2@decode` lets two
-Closes pass at each worker of pool decode, loses the third, and lets the rest pass.
+A plan is `point:action[=value][*times][+skip][@pool]`, separated by commas: `handoff.close:drop*1+2@prefill` lets two
+Closes pass at each worker of pool prefill, loses the third, and lets the rest pass.
 """
 
 import difflib

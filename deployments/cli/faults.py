@@ -11,7 +11,7 @@ from messages.fault_plan import FAULT_POINTS, SYNTAX, VALUE_UNITS, Action, Fault
 
 EXAMPLES = (
     ("transfer.read:throttle=0.25", "every read of blocks as slow as 0.25 GB/s"),
-    ("handoff.close:drop*1+2@decode", "the third Close at each worker of pool decode is lost"),
+    ("handoff.close:drop*1+2@prefill", "the third Close at each worker of pool prefill is lost"),
     ("engine.decode_step:kill+9@decode,clock:skew=-5", "two rules"),
 )
 
