@@ -7,7 +7,7 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -20,15 +20,18 @@ import transformers
 from numpy.typing import NDArray
 
 from benchmarks.bare_registry import BareCommands, BareRegistry
+from benchmarks.bare_routing import BareChoice, hash_whole
 from kv_store.huge_pages import advise_huge_pages
 
 __all__ = [
+    "BareChoice",
     "BareCommands",
     "BareRegistry",
     "Transformers",
     "TransformersDecode",
     "Vllm",
     "copy_ranges",
+    "hash_whole",
     "memcpy_blocks",
     "scattered_pairs",
     "touched_arena",
@@ -195,20 +198,29 @@ class Vllm:
         """When each stream's chunks came, seconds after all were sent."""
         async with httpx.AsyncClient(base_url=self._url, timeout=600) as client:
             started_s = time.perf_counter()
-            return await asyncio.gather(*(self._stream(client, prompt, num_new, started_s) for prompt in prompts))
+            return await asyncio.gather(*(self._times(client, prompt, num_new, started_s) for prompt in prompts))
 
-    async def _stream(
+    async def _times(
         self, client: httpx.AsyncClient, prompt: Sequence[int], num_new: int, started_s: float
     ) -> list[float]:
+        return [time.perf_counter() - started_s async for _ in self._stream(client, prompt, num_new)]
+
+    async def stream(self, prompt: Sequence[int], num_new: int) -> AsyncGenerator[int, None]:
+        """One greedy completion: the number of tokens of each chunk, as it comes."""
+        async with httpx.AsyncClient(base_url=self._url, timeout=600) as client:
+            async for count in self._stream(client, prompt, num_new):
+                yield count
+
+    async def _stream(
+        self, client: httpx.AsyncClient, prompt: Sequence[int], num_new: int
+    ) -> AsyncGenerator[int, None]:
         body = {"model": self._model, "prompt": list(prompt), "max_tokens": num_new, "temperature": 0.0}
-        arrivals: list[float] = []
         async with client.stream("POST", "/v1/completions", json={**body, "ignore_eos": True, "stream": True}) as reply:
             reply.raise_for_status()
             async for line in reply.aiter_lines():
                 data = line.removeprefix("data: ")
                 if line != data and data != "[DONE]" and json.loads(data)["choices"]:
-                    arrivals.append(time.perf_counter() - started_s)
-        return arrivals
+                    yield 1
 
 
 def _wait_for(process: "subprocess.Popen[bytes]", url: str) -> None:

@@ -3,9 +3,11 @@
     python benchmarks/transfer.py [--json] [--quick] [--block-bytes N]
 
 A size is read as one contiguous run and as scattered blocks in no order, the last of them shorter; blocks are those of
-the demo model, 32 tokens of bfloat16. One thread copies scattered blocks of the same sizes between two buffers as large
-as the arenas. The three alternate, each time with other blocks, and medians are shown: `gb_s` is the contiguous read
-(10^9 bytes per second), `memcpy_ratio` that over memcpy, `scattered_ratio` the scattered read over the contiguous one.
+the demo model, 32 tokens of bfloat16. Small reads come as in a busy worker, several in flight, until 16 MB have moved;
+a large one is alone. One thread copies as many scattered blocks of the same sizes between two buffers as large as the
+arenas. The three alternate, each time with other blocks, and medians are shown: `gb_s` is the contiguous read (10^9
+bytes per second), `memcpy_ratio` that over memcpy, `scattered_ratio` the scattered read over the contiguous one, and
+`alone_us` how long one contiguous read takes when no other is in flight.
 """
 
 import sys
@@ -23,7 +25,8 @@ import statistics
 import subprocess
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,13 +34,17 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.baseline import copy_ranges, touched_arena
-from benchmarks.transfer_ranges import contiguous_range, num_blocks, scattered_ranges
+from benchmarks.transfer_ranges import contiguous_reads, num_blocks, scattered_reads
 from kv_store.transfer.nixl import NixlTransport
 from kv_store.transfer.protocol import ByteRange
 
 DEMO_BLOCK_BYTES = 32 * 30 * 2 * 3 * 64 * 2
 """32 tokens x 30 layers x (k, v) x 3 heads x 64 dims x 2 bytes."""
 SIZES_MB = (0.5, 1, 4, 16, 64, 256)
+MOVED_MB = 16
+"""A measurement moves at least so much."""
+IN_FLIGHT = 4
+"""Most reads at a time."""
 READ_DEADLINE_S = 30.0
 PATTERN = 251
 """Block i of the owner is full of i modulo this prime."""
@@ -117,25 +124,36 @@ class Reader:
 
     async def measure(self, size: int, repeats: int) -> dict[str, float]:
         """Alternate between the three; one round before the first is not counted."""
-        contiguous, scattered, memcpy = [], [], []
+        num_reads = max(1, int(MOVED_MB * 1e6) // size)
+        shape = (size, self._block_bytes)
+        contiguous, scattered, memcpy, alone = [], [], [], []
         for _ in range(repeats + 1):
-            contiguous.append(await self._time_read(contiguous_range(size, self._block_bytes, self._draw)))
-            scattered.append(await self._time_read(scattered_ranges(size, self._block_bytes, self._draw)))
-            memcpy.append(self._time_memcpy(scattered_ranges(size, self._block_bytes, self._draw)))
-        rates = [size / statistics.median(times_s[1:]) / 1e9 for times_s in (contiguous, scattered, memcpy)]
+            contiguous.append(await self._time_reads(contiguous_reads(*shape, num_reads, self._draw)))
+            scattered.append(await self._time_reads(scattered_reads(*shape, num_reads, self._draw)))
+            memcpy.append(self._time_memcpy(chain(*scattered_reads(*shape, num_reads, self._draw))))
+            alone.append(await self._time_reads(contiguous_reads(*shape, 1, self._draw)))
+        moved = size * num_reads
+        rates = [moved / statistics.median(times_s[1:]) / 1e9 for times_s in (contiguous, scattered, memcpy)]
         return {
             "gb_s": round(rates[0], 3),
             "memcpy_ratio": round(rates[0] / rates[2], 3),
             "scattered_ratio": round(rates[1] / rates[0], 3),
             "scattered_gb_s": round(rates[1], 3),
             "memcpy_gb_s": round(rates[2], 3),
+            "alone_us": round(statistics.median(alone[1:]) * 1e6, 1),
         }
 
-    async def _time_read(self, ranges: Sequence[ByteRange]) -> float:
+    async def _time_reads(self, reads: Sequence[Sequence[ByteRange]]) -> float:
+        waiting = iter(reads)
+
+        async def work() -> None:
+            for ranges in waiting:
+                await self._transport.read("owner", ranges, deadline_s=READ_DEADLINE_S)
+
         started_s = time.perf_counter()
-        await self._transport.read("owner", ranges, deadline_s=READ_DEADLINE_S)
+        await asyncio.gather(*(work() for _ in range(min(IN_FLIGHT, len(reads)))))
         elapsed_s = time.perf_counter() - started_s
-        for piece in ranges:
+        for piece in chain(*reads):
             self._check(piece)
         return elapsed_s
 
@@ -146,7 +164,7 @@ class Reader:
             assert int(self._arena[piece.local_offset + offset]) == block % PATTERN, "a read brought other bytes"
             self._arena[piece.local_offset + offset] = 255
 
-    def _time_memcpy(self, ranges: Sequence[ByteRange]) -> float:
+    def _time_memcpy(self, ranges: Iterable[ByteRange]) -> float:
         places = [(piece.remote_offset, piece.local_offset, piece.size) for piece in ranges]
         started_s = time.perf_counter()
         copy_ranges(self._source, self._arena, places)
@@ -161,6 +179,7 @@ def _show(result: Mapping[str, Any]) -> None:
         "scattered GB/s": "scattered_gb_s",
         "of contiguous": "scattered_ratio",
         "memcpy GB/s": "memcpy_gb_s",
+        "one alone, us": "alone_us",
     }
     for name in ("MB", *columns):
         table.add_column(name, justify="right")

@@ -9,7 +9,7 @@ fetching it costs, where that is cheaper than computing it.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from cluster.pools import PoolSpec, PromptClass, classify
+from cluster.pools import PoolSpec, PromptClass, classify, has_prefill_pool
 from cluster.reuse import Holder, ReusePlan, ReuseRules, WorkerRates, assess_reuse, best_first, plan_reuse
 from messages.errors import Unavailable
 
@@ -141,15 +141,21 @@ def choose(
     """
     pools = {pool.name: pool for pool in rules.pools}
     here = [w for w in workers if w.pool in pools and w.worker_id not in exclude]
-    decoders = [w for w in here if pools[w.pool].can_decode]
+    prompt = _Prompt(demand, here, rules)
+    able = [w for w in here if pools[w.pool].can_decode]
+    leaves_prefill = has_prefill_pool(rules.pools)
+    own = [
+        w for w in able if pools[w.pool].decodes(demand.prompt_tokens, None if leaves_prefill else prompt.remaining(w))
+    ]
+    decoders = own or able
     if not decoders:
         raise Unavailable("no decode worker takes requests now")
-    prompt = _Prompt(demand, here, rules)
     decode = min(decoders, key=lambda w: (_decode_cost(w, prompt, demand, rules), w.worker_id))
     is_local = prompt.remaining(decode) <= rules.local_prefill_max_tokens and not force_remote
     prefill = None
     if not is_local:
-        prefill = _choose_prefill(prompt, [w for w in here if w.worker_id != decode.worker_id], pools, rules)
+        others = [w for w in here if w.worker_id != decode.worker_id]
+        prefill = _choose_prefill(prompt, demand, others, pools, rules)
         if prefill is None and not pools[decode.pool].can_prefill:
             raise Unavailable("no prefill worker takes requests now")
     computing = prefill or decode
@@ -165,14 +171,14 @@ def choose(
 
 
 def _choose_prefill(
-    prompt: _Prompt, workers: Sequence[WorkerView], pools: dict[str, PoolSpec], rules: RoutingRules
+    prompt: _Prompt, demand: Demand, workers: Sequence[WorkerView], pools: dict[str, PoolSpec], rules: RoutingRules
 ) -> WorkerView | None:
     """The cheapest worker of a pool that takes the prefill; when there is none, of any pool that prefills.
 
     Unified workers keep their prefills to themselves: sending one to another worker gains nothing.
     """
     able = [w for w in workers if pools[w.pool].role == "prefill"]
-    fitting = [w for w in able if pools[w.pool].takes(prompt.remaining(w))]
+    fitting = [w for w in able if pools[w.pool].takes(prompt.remaining(w), demand.prompt_tokens)]
     return min(
         fitting or able,
         key=lambda w: (

@@ -12,21 +12,53 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
+from cluster.pools import PoolSpec, Role
 from deployments.config_errors import first_line
 from deployments.config_kv import HandoffConfig, RegistryConfig, ReuseConfig
+from deployments.config_pools import (
+    LimitsConfig,
+    PoolConfig,
+    RequestClass,
+    RoutingConfig,
+    TokenRange,
+    check_pools,
+    default_pools,
+)
 from deployments.config_section import Section
 from deployments.sizes import Bytes
 from messages.errors import ConfigError
 from messages.fault_plan import FaultRule, parse_faults
 from messages.faults import Faults
 
+__all__ = [
+    "DEMO_MODEL_NAME",
+    "DEMO_SOURCE",
+    "FAULTS_VARIABLE",
+    "AppConfig",
+    "Dtype",
+    "GatewayConfig",
+    "LimitsConfig",
+    "ModelConfig",
+    "PoolConfig",
+    "RequestClass",
+    "Role",
+    "RoutingConfig",
+    "TokenRange",
+    "cache_dir",
+    "default_model_name",
+    "demo_config",
+    "environment_variable",
+    "fault_rules",
+    "faults",
+    "load_config",
+    "parse_config",
+]
+
 DEMO_SOURCE = "demo"
 FAULTS_VARIABLE = "KVFERRY_FAULTS"
 DEMO_MODEL_NAME = "smollm2-135m-instruct"
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Role = Literal["prefill", "decode", "unified"]
-RequestClass = Literal["any", "short", "long"]
 
 _MIB = 1024**2
 _KV_BYTES_ON_CPU = 1024 * _MIB
@@ -82,11 +114,17 @@ class ModelConfig(Section):
         "the same (CPU only for now). False: the model's own code.",
     )
 
-    def chunk_tokens(self, role: Role) -> int:
-        """Most prompt tokens of one request in one step of a worker of `role`."""
+    def chunk_tokens(self, role: Role, batch_tokens: int | None = None) -> int:
+        """Most prompt tokens of one request in one step of a worker of `role`.
+
+        Args:
+            role: The worker's.
+            batch_tokens: Most tokens of its steps; None: `max_batch_tokens`.
+        """
+        batch = self.max_batch_tokens if batch_tokens is None else batch_tokens
         if self.prefill_chunk_tokens is not None:
-            return self.prefill_chunk_tokens
-        return self.max_batch_tokens if role == "prefill" else max(1, self.max_batch_tokens // 2)
+            return min(self.prefill_chunk_tokens, batch)
+        return batch if role == "prefill" else max(1, batch // 2)
 
     def kv_bytes(self, *, on_gpu: bool) -> int | None:
         """KV memory of a worker; None when it is a share of what is free."""
@@ -112,68 +150,6 @@ class ModelConfig(Section):
         return self
 
 
-class PoolConfig(Section):
-    """A group of equal workers: one Serve deployment."""
-
-    name: str = Field(pattern=r"^[a-z][a-z0-9-]{0,39}$", description="Lower-case letters, digits and dashes.")
-    role: Role = Field(description="prefill, decode, or unified (both).")
-    replicas: int = Field(default=1, ge=1, le=1000, description="Workers in the pool.")
-    requests: RequestClass = Field(
-        default="any",
-        description="Which prefills the pool takes, by tokens still uncached; see routing.long_prefill_tokens.",
-    )
-    num_threads: int | None = Field(
-        default=None,
-        ge=1,
-        description="CPU threads of a worker's step. null: size of cpu_affinity, else half of the cores.",
-    )
-    cpu_affinity: list[int] | None = Field(
-        default=None, min_length=1, description="Cores a worker may run on. null: all."
-    )
-    nice: int = Field(default=0, ge=0, le=19, description="Scheduling niceness of a worker; higher gives way.")
-    host: str | None = Field(
-        default=None, description="Address workers listen on, and are reached at. null: the node's."
-    )
-    num_cpus: float = Field(default=0.1, ge=0, description="CPUs that Ray books per worker; books, does not limit.")
-    num_gpus: float = Field(
-        default=0.0, ge=0, description="GPUs that Ray books per worker. 0: the worker computes on the CPU."
-    )
-    resources: dict[str, float] = Field(default_factory=dict, description="Custom Ray resources per worker.")
-
-    def threads(self, num_cores: int) -> int:
-        """CPU threads of one worker on a node with `num_cores` cores."""
-        if self.num_threads is not None:
-            return self.num_threads
-        return len(self.cpu_affinity) if self.cpu_affinity else max(1, num_cores // 2)
-
-    def has_role(self, role: Literal["prefill", "decode"]) -> bool:
-        """Whether workers of this pool do `role`."""
-        return self.role in (role, "unified")
-
-
-class RoutingConfig(Section):
-    """Thresholds of the router."""
-
-    long_prefill_tokens: int = Field(
-        default=2048, ge=1, description="A request with more uncached prompt tokens than this is long, else short."
-    )
-    local_prefill_max_tokens: int | None = Field(
-        default=None,
-        ge=0,
-        description="Uncached prompt tokens up to which decode computes them itself. null: one block.",
-    )
-
-
-class LimitsConfig(Section):
-    """What one request may ask for and how much may wait."""
-
-    max_queue: int = Field(default=256, ge=1, description="Requests in the gateway at a time; one more is refused.")
-    max_buffered_events: int = Field(
-        default=1024, ge=1, description="Token events that may wait for a slow client before its request is aborted."
-    )
-    request_timeout_s: float = Field(default=600.0, gt=0, description="Deadline of a request that names none.")
-
-
 class GatewayConfig(Section):
     """The doors."""
 
@@ -194,16 +170,12 @@ class GatewayConfig(Section):
         return self
 
 
-def _default_pools() -> list[PoolConfig]:
-    return [PoolConfig(name="prefill", role="prefill"), PoolConfig(name="decode", role="decode")]
-
-
 class AppConfig(Section):
     """A whole deployment, version 1."""
 
     version: Literal[1] = Field(description="Version of this format.")
     models: list[ModelConfig] = Field(description="Served models; exactly one for now.")
-    pools: list[PoolConfig] = Field(default_factory=_default_pools, description="Groups of workers.")
+    pools: list[PoolConfig] = Field(default_factory=default_pools, description="Groups of workers.")
     routing: RoutingConfig = Field(default_factory=RoutingConfig, description="Who computes what.")
     registry: RegistryConfig = Field(default_factory=RegistryConfig, description="Who holds which block.")
     handoff: HandoffConfig = Field(default_factory=HandoffConfig, description="Moving blocks.")
@@ -219,14 +191,10 @@ class AppConfig(Section):
     def _is_servable(self) -> Self:
         if len(self.models) != 1:
             raise ValueError(f"models: exactly one model is accepted for now, got {len(self.models)}")
-        names = [pool.name for pool in self.pools]
-        if len(set(names)) != len(names):
-            raise ValueError("pools: two pools have the same name")
-        if not any(pool.has_role("decode") for pool in self.pools):
-            raise ValueError("pools: none decodes; add one with role decode or unified")
-        for kind in ("short", "long"):
-            if not any(pool.has_role("prefill") and pool.requests in ("any", kind) for pool in self.pools):
-                raise ValueError(f"pools: none takes {kind} prefills; add one with requests: any or {kind}")
+        check_pools(self.pools, self.routing.long_prefill_tokens)
+        for pool in self.pools:
+            if (pool.prefill_chunk_tokens or 0) > self.batch_tokens(pool):
+                raise ValueError(f"pools: prefill_chunk_tokens of {pool.name} is larger than its max_batch_tokens")
         return self
 
     @property
@@ -251,11 +219,19 @@ class AppConfig(Section):
                 return pool
         raise ConfigError(f'no pool is called "{name}"; there are {", ".join(p.name for p in self.pools)}')
 
-    def prefill_range(self, name: str) -> tuple[int, int | None]:
-        """Least and most uncached prompt tokens that pool `name` takes; None is without limit."""
-        boundary = self.routing.long_prefill_tokens
-        ranges = {"any": (0, None), "short": (0, boundary), "long": (boundary + 1, None)}
-        return ranges[self.pool(name).requests]
+    def pool_specs(self) -> tuple[PoolSpec, ...]:
+        """The pools as routing sees them."""
+        return tuple(pool.spec(self.routing.long_prefill_tokens) for pool in self.pools)
+
+    def batch_tokens(self, pool: PoolConfig) -> int:
+        """Most tokens that one step of a worker of `pool` computes."""
+        return self.model.max_batch_tokens if pool.max_batch_tokens is None else pool.max_batch_tokens
+
+    def chunk_tokens(self, pool: PoolConfig) -> int:
+        """Most prompt tokens of one request in one step of a worker of `pool`."""
+        if pool.prefill_chunk_tokens is not None:
+            return pool.prefill_chunk_tokens
+        return self.model.chunk_tokens(pool.role, self.batch_tokens(pool))
 
 
 def default_model_name(source: str) -> str:
@@ -364,12 +340,20 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     return data
 
 
+def _child(node: Any, part: str) -> Any:
+    if isinstance(node, list):
+        return node[int(part)]
+    if node.get(part) is None:
+        node[part] = {}
+    return node[part]
+
+
 def _assign(data: dict[str, Any], field: str, value: object) -> None:
     *parents, last = field.split(".")
     node: Any = data
     try:
         for part in parents:
-            node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+            node = _child(node, part)
         node[int(last) if isinstance(node, list) else last] = value
     except (ValueError, IndexError, TypeError, AttributeError):
         raise ConfigError(f"cannot set {field}: the config has no such place") from None

@@ -7,7 +7,7 @@ from pathlib import Path
 from deployments.config import environment_variable
 from deployments.config_kv import RegistryConfig
 from kv_store.registry.connection import ShardAccess
-from kv_store.registry.protocol import Registry
+from kv_store.registry.protocol import PrefixHits, Registry
 from kv_store.registry.redis import RedisRegistry
 from kv_store.registry.shard import ShardFailure, ShardHooks, ShardLimits
 from messages.errors import ConfigError
@@ -45,7 +45,7 @@ def make_registry(config: RegistryConfig, hooks: ShardHooks | None = None) -> Re
 
 
 def hooks_into(metrics: RegistryMetrics) -> ShardHooks:
-    """Let `metrics` hear of what shards do."""
+    """Let `metrics` hear of what the registry does."""
 
     def note_failure(failure: ShardFailure) -> None:
         labels = {"shard": failure.shard, "operation": failure.operation, "reason": failure.reason}
@@ -54,7 +54,15 @@ def hooks_into(metrics: RegistryMetrics) -> ShardHooks:
     def note_answer(shard: str, operation: str, seconds: float) -> None:
         metrics.seconds.labels(shard=shard, operation=operation).observe(seconds)
 
-    return ShardHooks(on_failure=note_failure, on_answer=note_answer)
+    def note_lookup(hits: PrefixHits) -> None:
+        result = "hit" if hits.by_worker else "unknown" if hits.unknown else "miss"
+        metrics.lookups.labels(result=result).inc()
+        metrics.hit_blocks.inc(max(hits.by_worker.values(), default=0))
+
+    def note_stale(by: str, num_claims: int) -> None:
+        metrics.stale.labels(by=by).inc(num_claims)
+
+    return ShardHooks(on_failure=note_failure, on_answer=note_answer, on_lookup=note_lookup, on_stale=note_stale)
 
 
 async def tend(registry: Registry) -> None:

@@ -107,6 +107,8 @@ class WorkerLink:
     gateway_id: str
     silence_s: float
     """A worker that says nothing for so long, heartbeats included, is lost."""
+    welcome: pb.Welcome | None = None
+    """What the worker has said of itself when the stream came up."""
     load: pb.Load | None = None
     is_up: bool = False
     unlisted_s: float | None = None
@@ -166,7 +168,7 @@ class WorkerLink:
                 if message.welcome.incarnation != self.record.incarnation:
                     # Another life listens on the address; the table will say so soon.
                     return False
-                self.is_up = True
+                self.is_up, self.welcome = True, message.welcome
             case "load":
                 self.load = message.load
             case "step":

@@ -4,17 +4,20 @@ from collections.abc import Mapping, Sequence
 
 from cluster.reuse import GroupBytes, ReusePlan, WorkerRates
 from cluster.routing import WorkerView
+from cluster.snapshot import WorkerFacts, WorkerLoad
+from cluster.step_time import StepTimes
 from deployments.worker_links import WorkerLink
 from kv_store.block_key import KeyExtras, block_keys, root_key
 from kv_store.registry.protocol import WorkerRecord
 from messages.handoff import BlockKey
 from messages.requests import GenerationRequest
+from messages.reservations import Admitted
 from messages.reuse import PrefixSource, ReuseOffer
 from messages.v1 import worker_pb2 as pb
 
 
 def prompt_keys(request: GenerationRequest, record: WorkerRecord) -> list[BlockKey]:
-    """Keys of a prompt's full blocks on workers like this one."""
+    """Keys of the full blocks of a prompt, and of what a replay brings, on workers like this one."""
     extras = KeyExtras(
         model=record.key_model,
         block_size=record.block_size,
@@ -22,7 +25,7 @@ def prompt_keys(request: GenerationRequest, record: WorkerRecord) -> list[BlockK
         adapter=request.adapter,
         salt=request.salt,
     )
-    return block_keys(root_key(extras), request.prompt_token_ids, record.block_size)
+    return block_keys(root_key(extras), request.known_token_ids, record.block_size)
 
 
 def view_of(link: WorkerLink, cached_tokens: int) -> WorkerView:
@@ -40,6 +43,45 @@ def view_of(link: WorkerLink, cached_tokens: int) -> WorkerView:
         free_tokens=free * link.record.block_size,
         fingerprint=link.record.fingerprint,
         rates=_rates(load.rates),
+    )
+
+
+def facts_of(link: WorkerLink) -> WorkerFacts:
+    """What stays the same in this life of a worker."""
+    record, welcome = link.record, link.welcome
+    assert welcome is not None, "a live link was welcomed"
+    return WorkerFacts(
+        worker_id=record.worker_id,
+        incarnation=record.incarnation,
+        pool=record.pool,
+        fingerprint=record.fingerprint,
+        step_tokens=welcome.step_tokens,
+        chunk_tokens=welcome.chunk_tokens,
+    )
+
+
+def load_of(load: pb.Load, block_size: int) -> WorkerLoad:
+    """What a heartbeat says; of several KV groups the one with the least room counts."""
+    times = load.times
+    return WorkerLoad(
+        queued_prefill_tokens=load.queued_prefill_tokens,
+        running=load.running,
+        waiting=load.waiting,
+        context_tokens=load.context_tokens,
+        free_tokens=block_size * min((group.free_blocks + group.cached_blocks for group in load.groups), default=0),
+        total_tokens=block_size * min((group.total_blocks for group in load.groups), default=0),
+        rates=_rates(load.rates),
+        times=StepTimes(
+            base_ms=times.base_ms,
+            prefill_token_ms=times.prefill_token_ms,
+            decode_token_ms=times.decode_token_ms,
+            context_token_ms=times.context_token_ms,
+        )
+        if load.HasField("times")
+        else None,
+        admitted=tuple(
+            Admitted(issuer=seen.issuer, through=seen.through, beyond=tuple(seen.beyond)) for seen in load.admitted
+        ),
     )
 
 

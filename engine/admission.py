@@ -32,6 +32,8 @@ def refusal(
     most = state.num_prompt + state.sampling.max_tokens
     if not state.tokens:
         return InvalidRequest("the prompt is empty", param="prompt")
+    if state.generated and (state.sampling.n > 1 or len(state.generated) >= state.sampling.max_tokens):
+        return InvalidRequest("a replay goes on with one choice that has not ended", param="generated_token_ids")
     if most > limits.context_length:
         return InvalidRequest(
             "prompt and max_tokens exceed the context length",
@@ -48,8 +50,8 @@ def refusal(
 
 
 def is_too_cold(state: RequestState, cached: int) -> bool:
-    """Whether more prompt tokens would have to be computed here than the request allows."""
-    return state.max_uncached_tokens is not None and state.num_prompt - cached > state.max_uncached_tokens
+    """Whether more tokens would have to be computed here than the request allows."""
+    return state.max_uncached_tokens is not None and state.num_given - cached > state.max_uncached_tokens
 
 
 def borrowable_blocks(state: RequestState, cached: int, block_size: int) -> int:
@@ -57,8 +59,8 @@ def borrowable_blocks(state: RequestState, cached: int, block_size: int) -> int:
     # The log probabilities of borrowed tokens would be missing.
     if state.borrow is None or state.wants_prompt_logprobs:
         return 0
-    # The last prompt token is always computed.
-    blocks = min(state.borrow.max_tokens, state.num_prompt - 1) // block_size
+    # The last of them is always computed.
+    blocks = min(state.borrow.max_tokens, state.num_given - 1) // block_size
     gained = blocks * block_size - cached
     return blocks if gained >= max(1, state.borrow.min_tokens) and not is_too_cold(state, blocks * block_size) else 0
 
@@ -89,9 +91,9 @@ def targets(
 
 
 def offer(state: RequestState, cache: LocalCache, block_size: int) -> tuple[tuple[BlockRef | None, ...], ...]:
-    """The prompt's blocks of a PREFILL part, for a hand-off; full ones with their keys."""
+    """Blocks of the given tokens of a PREFILL part, for a hand-off; full ones with their keys."""
     assert state.table is not None, "a placed request has a table"
-    full = state.num_prompt // block_size
+    full = state.num_given // block_size
     return tuple(
         tuple(
             None if block_id is None else BlockRef(block_id=block_id, key=state.keys[i] if i < full else None)

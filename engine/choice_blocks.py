@@ -47,11 +47,11 @@ class ChoiceBlocks:
         return self._cache.block_ids(self.table(state))
 
     def compute(self, state: RequestState, num_tokens: int) -> int:
-        """Note that the next `num_tokens` tokens were computed; gives how many of them are the prompt's."""
-        in_prompt = state.advance(num_tokens)
+        """Note that the next `num_tokens` tokens were computed; gives how many of them came with the request."""
+        given = state.advance(num_tokens)
         self._extend_keys(state)
         self._cache.mark_valid(self.table(state), state.num_computed, state.keys)
-        return in_prompt
+        return given
 
     def read(self, state: RequestState, num_tokens: int) -> int:
         """Take in a prefix that was read, if it is longer than what is here; gives the tokens gained."""
@@ -69,16 +69,16 @@ class ChoiceBlocks:
 
     def fork(self, state: RequestState, choice: int) -> RequestState:
         """Another choice at the prompt's end, without blocks."""
-        return state.fork(choice, state.num_prompt // self._block_size)
+        return state.fork(choice, state.num_given // self._block_size)
 
     def share(self, state: RequestState, branch: RequestState) -> None:
         """Give a choice the prompt's blocks of another; it gets none when there is no room for a copy."""
         try:
-            branch.table, copies = self._cache.fork(self.table(state), state.num_prompt)
+            branch.table, copies = self._cache.fork(self.table(state), state.num_given)
         except OutOfBlocks:
             return
         self._copies.extend(copies)
-        branch.num_computed = state.num_prompt
+        branch.num_computed = state.num_given
 
     def take_copies(self) -> list[BlockCopy]:
         """Block copies to be made before anything else writes into the arena."""

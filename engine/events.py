@@ -17,7 +17,7 @@ class Accepted:
     request_id: RequestId
     cached_tokens: int
     """Prompt tokens whose KV is here already: hit, or borrowed."""
-    num_prompt_tokens: int
+    num_given_tokens: int
     groups: tuple[tuple[BlockRef | None, ...], ...] | None = None
     """The prompt's blocks, for a hand-off; None unless the part is PREFILL."""
 
@@ -97,6 +97,8 @@ class LoadSnapshot:
     held: int
     """Finished prefills whose blocks a hand-off still holds, and prefixes that are lent."""
     queued_prefill_tokens: int
+    context_tokens: int
+    """Tokens of KV that running requests attend to."""
     counters: dict[str, float]
     """Monotonic counters by metric name."""
 
@@ -108,3 +110,5 @@ class StepOutput:
     events: Sequence[EngineEvent]
     changes: CacheChanges
     load: LoadSnapshot
+    num_submitted: int = 0
+    """Requests that were ever submitted and that `load` has taken in; in the order of `EngineLoop.submit`."""

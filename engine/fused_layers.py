@@ -19,6 +19,10 @@ from engine.weights import LoadedModel
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 """Root mean square of the differences over that of the values."""
 _PROBE_TOKENS = 5
+_SERIAL_ELEMENTS = 32 * 1024
+"""Torch computes elementwise operations on so many elements in the calling thread. Waking others for each of the seven
+that a norm is made of takes longer than a norm of a few hundred tokens, so those are computed in such parts."""
+_MOST_SERIAL_PARTS = 8
 
 Norm = Callable[[torch.Tensor], torch.Tensor]
 
@@ -223,8 +227,20 @@ def _fused_norm(norm: Any) -> Norm:
         given: Norm = norm
         return given
 
-    def fused(x: torch.Tensor) -> torch.Tensor:
+    width = weight.numel()
+    rows = max(1, _SERIAL_ELEMENTS // width)
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
         return nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+    def fused(x: torch.Tensor) -> torch.Tensor:
+        if x.device.type != "cpu" or not 1 < x.numel() / _SERIAL_ELEMENTS <= _MOST_SERIAL_PARTS:
+            return whole(x)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        given, done = x.reshape(-1, width), out.view(-1, width)
+        for start in range(0, len(given), rows):
+            done[start : start + rows] = whole(given[start : start + rows])
+        return out
 
     x = torch.randn(_PROBE_TOKENS, *weight.shape, generator=torch.Generator().manual_seed(1)).to(weight.dtype)
     module: Norm = norm

@@ -7,12 +7,14 @@ memory.
 
 import ctypes
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 _SETTINGS = (
     # The largest that glibc accepts; larger tensors are few.
     (_M_MMAP_THRESHOLD, 32 << 20),
     (_M_TRIM_THRESHOLD, (1 << 31) - 1),
     (_M_TOP_PAD, 64 << 20),
+    # Otherwise every thread has a pool of its own, and each keeps its own peak.
+    (_M_ARENA_MAX, 2),
 )
 
 

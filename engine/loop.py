@@ -68,6 +68,8 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine-step", daemon=True)
         self._is_closing = False
+        self._num_submitted = 0
+        self._num_taken_in = 0
         self._pending: Command | None = None
 
     def start(self) -> None:
@@ -94,7 +96,7 @@ class EngineLoop:
         max_uncached_tokens: int | None = None,
         borrow: BorrowTerms | None = None,
         matcher: Matcher | None = None,
-    ) -> None:
+    ) -> int:
         """Queue a request; answers with Accepted (WHOLE, PREFILL) or Allocated (DECODE), or Failed.
 
         Args:
@@ -102,25 +104,33 @@ class EngineLoop:
             part: Which part of it.
             max_uncached_tokens: Refuse when more prompt tokens than this are neither cached here nor borrowed.
             borrow: WHOLE and PREFILL: Borrowing comes first when a prefix can be had on these terms.
-            matcher: The compiled grammar of the request; None when it has none.
+            matcher: The grammar's state after the request's generated tokens; None when it has none.
+
+        Returns:
+            Its number, from 1 on in the order of the calls of one thread; an output whose `num_submitted` is as large
+            has it in its load.
         """
 
         def command() -> Sequence[EngineEvent]:
+            self._num_taken_in += 1
             extras = self._identity.extras(request)
             root = root_key(extras)
             state = RequestState(
                 request=request,
                 part=part,
                 root=root,
-                keys=block_keys(root, request.prompt_token_ids, extras.block_size),
+                keys=block_keys(root, request.known_token_ids, extras.block_size),
                 totals=Totals(arrived_s=time.monotonic()),
                 max_uncached_tokens=max_uncached_tokens,
                 borrow=borrow,
                 matcher=matcher,
+                choice=request.choice,
             )
             return self._scheduler.submit(state)
 
         self._commands.put(command)
+        self._num_submitted += 1
+        return self._num_submitted
 
     def receive(self, request_id: RequestId, num_tokens: int) -> None:
         """A pull is over; the first `num_tokens` prompt tokens have their KV, the rest is computed here."""
@@ -222,7 +232,14 @@ class EngineLoop:
             self._runner.copy_blocks(copies)
 
     def _emit(self, events: list[EngineEvent]) -> None:
-        self._sink(StepOutput(events=tuple(events), changes=self._cache.take_changes(), load=self._scheduler.load()))
+        self._sink(
+            StepOutput(
+                events=tuple(events),
+                changes=self._cache.take_changes(),
+                load=self._scheduler.load(),
+                num_submitted=self._num_taken_in,
+            )
+        )
 
 
 def _record(batch: Batch, now_s: float, started_s: float) -> StepRecord:

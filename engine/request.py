@@ -44,7 +44,7 @@ class Totals:
     num_live: int = 1
     """Choices that have not ended."""
     computed_prompt_tokens: int = 0
-    """Prompt tokens that this worker ran, recomputes included."""
+    """Given tokens that this worker ran, recomputes included."""
     is_admitted: bool = False
     """Had its blocks once; the counters of admission happen once."""
     is_accepted: bool = False
@@ -67,7 +67,7 @@ class RequestState:
     totals: Totals
     choice: int = 0
     max_uncached_tokens: int | None = None
-    """Refuse when more prompt tokens than this must be computed here; None: no limit."""
+    """Refuse when more given tokens than this must be computed here; None: no limit."""
     has_aside: bool = False
     """Blocks of it were set aside: it needs room twice until a silent owner goes on or dies."""
     borrow: BorrowTerms | None = None
@@ -76,7 +76,7 @@ class RequestState:
     """The grammar's state; None: none."""
     tokens: list[int] = field(default_factory=list)
     generated: list[int] = field(default_factory=list)
-    """The part of `tokens` after the prompt."""
+    """The part of `tokens` after the prompt; what a replay brings is in it."""
     table: BlockTable | None = None
     num_computed: int = 0
     is_received: bool = False
@@ -87,7 +87,8 @@ class RequestState:
 
     def __post_init__(self) -> None:
         if not self.tokens:
-            self.tokens = list(self.request.prompt_token_ids)
+            self.tokens = list(self.request.known_token_ids)
+            self.generated = list(self.request.generated_token_ids)
 
     @property
     def key(self) -> tuple[RequestId, int]:
@@ -115,6 +116,16 @@ class RequestState:
         return len(self.request.prompt_token_ids)
 
     @property
+    def num_given(self) -> int:
+        """Tokens that came with the request: the prompt, and in a replay what was generated before."""
+        return self.num_prompt + len(self.request.generated_token_ids)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether a token is known beyond those that came with the request."""
+        return len(self.tokens) > self.num_given
+
+    @property
     def gap(self) -> int:
         """Known tokens whose KV is not there yet."""
         return len(self.tokens) - self.num_computed
@@ -139,19 +150,19 @@ class RequestState:
         """Note that the next `num_tokens` known tokens have their KV now.
 
         Returns:
-            How many of them are the prompt's.
+            How many of them came with the request.
         """
-        in_prompt = max(0, min(self.num_computed + num_tokens, self.num_prompt) - self.num_computed)
-        self.totals.computed_prompt_tokens += in_prompt
+        given = max(0, min(self.num_computed + num_tokens, self.num_given) - self.num_computed)
+        self.totals.computed_prompt_tokens += given
         self.num_computed += num_tokens
-        return in_prompt
+        return given
 
     def fork(self, choice: int, num_keys: int) -> "RequestState":
-        """Another choice at the end of the prompt, without blocks of its own yet.
+        """Another choice at the end of the given tokens, without blocks of its own yet.
 
         Args:
             choice: Its number.
-            num_keys: Full blocks of the prompt.
+            num_keys: Full blocks of the given tokens.
         """
         return RequestState(
             request=self.request,

@@ -52,7 +52,7 @@ class Scheduler:
         return []
 
     def receive(self, request_id: RequestId, num_tokens: int) -> list[EngineEvent]:
-        """The read is over: the first `num_tokens` prompt tokens have their KV; the rest is computed here.
+        """The read is over: the first `num_tokens` given tokens have their KV; the rest is computed here.
 
         In a model with windows they are the whole prompt, or a hit at a lender; less counts as nothing.
         """
@@ -61,11 +61,11 @@ class Scheduler:
             return []
         if state.part is not Part.DECODE:
             return self._end_borrowing(state, num_tokens)
-        if self._cache.has_windows and num_tokens < state.num_prompt:
+        if self._cache.has_windows and num_tokens < state.num_given:
             # The owner may have had a hole where a query of the recompute looks.
             num_tokens = 0
         self._counters[WorkerCounter.PROMPT_TOKENS_TRANSFERRED] += self._blocks.read(state, num_tokens)
-        self._counters[WorkerCounter.RECOMPUTED_TOKENS] += state.num_prompt - state.num_computed
+        self._counters[WorkerCounter.RECOMPUTED_TOKENS] += state.num_given - state.num_computed
         state.is_received = True
         self._run_when_ready(state)
         return []
@@ -80,8 +80,8 @@ class Scheduler:
         if state is None:
             return
         if state.part is Part.DECODE:
-            assert state.generated, "a prompt that is computed here must not be sampled from"
-            self._counters[WorkerCounter.RECOMPUTED_TOKENS] += state.num_prompt
+            assert state.is_started, "a prompt that is computed here must not be sampled from"
+            self._counters[WorkerCounter.RECOMPUTED_TOKENS] += state.num_given - state.num_computed
             state.is_received = True
         del self._places.receiving[request_id]
         self._lending.set_aside(aside_id, self._blocks.table(state))
@@ -102,7 +102,7 @@ class Scheduler:
         state = self._places.unstarted(request_id)
         if state is None:
             return [Failed(request_id=request_id, error=HandoffUnknown("no such prepared request"))]
-        if state.generated:
+        if state.is_started:
             return []
         (choice, token_id), *others = sorted(first_tokens.items())
         try:
@@ -182,6 +182,7 @@ class Scheduler:
             queued_prefill_tokens=sum(s.gap for s in self._places.waiting)
             + sum(s.gap_after_borrowing for s in self._places.receiving.values())
             + sum(s.gap for s in self._places.running.values() if s.gap > 1),
+            context_tokens=sum(s.num_computed for s in self._places.running.values()),
             counters={name.value: value for name, value in self._counters.items()},
         )
 
@@ -228,7 +229,7 @@ class Scheduler:
     def _count_admission(self, state: RequestState, now_s: float) -> None:
         if not state.totals.is_admitted:
             state.totals.is_admitted, state.totals.admitted_s = True, now_s
-            self._counters[WorkerCounter.PREFIX_QUERIES] += state.num_prompt
+            self._counters[WorkerCounter.PREFIX_QUERIES] += state.num_given
             self._counters[WorkerCounter.PREFIX_HITS] += state.num_computed
             self._counters[WorkerCounter.PROMPT_TOKENS_LOCAL_CACHE] += state.num_computed
 
@@ -239,7 +240,7 @@ class Scheduler:
         cached = state.num_computed
         if state.part is Part.DECODE and not state.is_received:
             self._places.receiving[state.request_id] = state
-            groups = targets(state, cached, state.num_prompt, self._cache, self._limits.block_size)
+            groups = targets(state, cached, state.num_given, self._cache, self._limits.block_size)
             return [Allocated(request_id=state.request_id, cached_tokens=cached, groups=groups)]
         self._places.running[state.key] = state
         if not is_first_time:
@@ -247,7 +248,7 @@ class Scheduler:
         offered = offer(state, self._cache, self._limits.block_size) if state.part is Part.PREFILL else None
         return [
             Accepted(
-                request_id=state.request_id, cached_tokens=cached, num_prompt_tokens=state.num_prompt, groups=offered
+                request_id=state.request_id, cached_tokens=cached, num_given_tokens=state.num_given, groups=offered
             )
         ]
 
@@ -261,7 +262,7 @@ class Scheduler:
         return self._place(state)
 
     def _run_when_ready(self, state: RequestState) -> None:
-        if state.is_received and state.generated:
+        if state.is_received and state.is_started:
             # It may still wait for blocks; then the pull has not begun.
             if self._places.receiving.pop(state.request_id, None) is None:
                 return
@@ -369,7 +370,7 @@ class Scheduler:
 
     def _place_siblings(self, state: RequestState) -> None:
         """Start the other choices of a DECODE part once the prompt has its KV."""
-        if state.num_computed < state.num_prompt:
+        if state.num_computed < state.num_given:
             return
         for sibling in state.siblings:
             sibling.is_received = True

@@ -75,6 +75,8 @@ class HandoffTable:
         self._generation = 0
         self._fenced: list[RequestId] = []
         self._freed: list[RequestId] = []
+        self.num_granted = 0
+        """Leases granted, of requests and of lent prefixes."""
         self.num_extended = 0
         """Heartbeats that extended a lease."""
         self.num_late = 0
@@ -98,6 +100,7 @@ class HandoffTable:
             raise HandoffError("the request has a hand-off already", request_id=request_id)
         handoff_id = HandoffId(uuid.uuid4().hex)
         self._held.add(request_id)
+        self.num_granted += 1
         self._entries[handoff_id] = _Entry(request_id, groups, Lease.granted(self.lease_s, now_s))
         return Handoff(
             handoff_id=handoff_id,
@@ -191,6 +194,11 @@ class HandoffTable:
             return False
         self._free(handoff_id)
         return True
+
+    def withdraw(self, handoff_id: HandoffId, now_s: float) -> None:
+        """Free a hand-off's blocks because its owner needs it no longer; one that was over already stays so."""
+        if self._live(handoff_id, now_s) is not None:
+            self._free(handoff_id)
 
     def expire(self, now_s: float) -> list[RequestId]:
         """Fence every hand-off whose lease is over.

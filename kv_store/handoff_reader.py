@@ -14,7 +14,7 @@ from kv_store.handoff import BlockGroups, HandoffOwner
 from kv_store.handoff_close import DigestBlock
 from kv_store.lease import heartbeat_period_s
 from kv_store.transfer.protocol import BlockTransport, ByteRange, destination_free
-from messages.errors import HandoffError, HandoffStale, TransferError
+from messages.errors import HandoffError, HandoffStale, LayoutMismatch, TransferError
 from messages.handoff import BlockId, BlockRef, Handoff, OpenReply
 
 log = logging.getLogger(__name__)
@@ -257,9 +257,11 @@ class HandoffReader:
                 log.info("handoff.heartbeat_failed handoff_id=%s error=%s", self._handoff.handoff_id, error)
 
     async def _stop_heart(self) -> None:
-        if self._heart is not None:
-            self._heart.cancel()
-            await asyncio.wait([self._heart])
+        # A cancelled task keeps its frames, and they keep this reader: a cycle that only a full collection would find.
+        heart, self._heart = self._heart, None
+        if heart is not None:
+            heart.cancel()
+            await asyncio.wait([heart])
 
 
 def _place(block: _Wanted) -> tuple[int, int]:
@@ -268,7 +270,7 @@ def _place(block: _Wanted) -> tuple[int, int]:
 
 def _wanted_blocks(handoff: Handoff, local_groups: LocalGroups, block_size: int) -> list[_Wanted]:
     if len(local_groups) != len(handoff.groups):
-        raise HandoffError("the two sides have different KV groups", handoff_id=handoff.handoff_id)
+        raise LayoutMismatch("the two sides have different KV groups", handoff_id=handoff.handoff_id)
     # What lies beyond the prompt is room for later tokens; a hole at the owner stays one here.
     num_blocks = -(-handoff.num_tokens // block_size)
     for refs, local_ids in zip(handoff.groups, local_groups, strict=True):

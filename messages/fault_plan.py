@@ -30,7 +30,7 @@ VALUE_UNITS = {Action.DELAY: "seconds", Action.SKEW: "seconds", Action.THROTTLE:
 """Actions that need a value, and its unit; the others take none."""
 
 _CALL = (Action.DELAY, Action.DROP, Action.DUPLICATE, Action.ERROR, Action.KILL)
-_REGISTRY = (Action.DELAY, Action.DROP, Action.ERROR)
+_ASK = (Action.DELAY, Action.DROP, Action.ERROR)
 _STEP = (Action.DELAY, Action.ERROR, Action.KILL)
 
 
@@ -44,8 +44,8 @@ class FaultPoint:
     """Where it is and what passes there, in words."""
 
 
-def _registry_point(operation: str, place: str) -> FaultPoint:
-    return FaultPoint(name=f"registry.{operation}", actions=_REGISTRY, place=f"{place}; drop loses the answer")
+def _asking_point(name: str, place: str) -> FaultPoint:
+    return FaultPoint(name=name, actions=_ASK, place=f"{place}; drop loses the answer")
 
 
 FAULT_POINTS: dict[str, FaultPoint] = {
@@ -78,12 +78,16 @@ FAULT_POINTS: dict[str, FaultPoint] = {
             place="a read of blocks at the reader; error and corrupt come after the bytes",
         ),
         FaultPoint(name="clock", actions=(Action.SKEW,), place="a look at the clock of the owner's leases"),
-        _registry_point("register", "a worker shows itself, or renews its lease"),
-        _registry_point("unregister", "a worker leaves"),
-        _registry_point("workers", "the table of live workers is read"),
-        _registry_point("write", "a numbered batch of what a worker holds and no longer holds"),
-        _registry_point("lookup", "the holders of a prefix are looked up"),
-        _registry_point("tend", "a part of the cleaning up"),
+        _asking_point("registry.register", "a worker shows itself, or renews its lease"),
+        _asking_point("registry.unregister", "a worker leaves"),
+        _asking_point("registry.workers", "the table of live workers is read"),
+        _asking_point("registry.write", "a numbered batch of what a worker holds and no longer holds"),
+        _asking_point("registry.lookup", "the holders of a prefix are looked up"),
+        _asking_point("registry.tend", "a part of the cleaning up"),
+        _asking_point("ledger.reserve", "a gateway chooses a worker and reserves on it"),
+        _asking_point("ledger.release", "a gateway gives a reservation back"),
+        _asking_point("ledger.forget", "a gateway ends the reservations of a dead worker"),
+        _asking_point("ledger.pending", "the reservations of a pool are read"),
     )
 }
 

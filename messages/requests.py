@@ -87,9 +87,18 @@ class GenerationRequest:
     model: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    generated_token_ids: tuple[int, ...] = ()
+    """Tokens of its one choice that another worker generated before it was lost; the output goes on after them."""
+    choice: int = 0
+    """Number of the one choice of a replay; 0 in any other request, whose choices count from there."""
     salt: bytes = b""
     """Cache salt derived from the tenant on the server; part of every block key."""
     adapter: Adapter | None = None
     timeout_s: float | None = None
     """Remaining time, a duration on the receiver's own clock."""
     priority: int = 0
+
+    @property
+    def known_token_ids(self) -> tuple[int, ...]:
+        """What a worker starts from: the prompt, and in a replay what was generated."""
+        return self.prompt_token_ids + self.generated_token_ids

@@ -70,3 +70,5 @@ class Provenance:
     """Workers that lent a prefix to the one that computed the prompt, in the order of the blocks."""
     reused_tokens: int = 0
     """Prompt tokens that were borrowed so, not computed."""
+    num_replays: int = 0
+    """How often another worker took over after one was lost; the rest then tells of the last ones."""

@@ -49,6 +49,8 @@ def request_to_wire(request: GenerationRequest) -> pb.Request:
         salt=request.salt,
         timeout_s=request.timeout_s,
         priority=request.priority,
+        generated_token_ids=request.generated_token_ids,
+        choice=request.choice,
     )
     if request.adapter is not None:
         message.adapter.name, message.adapter.digest = request.adapter.name, request.adapter.digest
@@ -95,6 +97,8 @@ def request_from_wire(message: pb.Request) -> GenerationRequest:
         ),
         timeout_s=message.timeout_s if message.HasField("timeout_s") else None,
         priority=message.priority,
+        generated_token_ids=tuple(message.generated_token_ids),
+        choice=message.choice,
     )
 
 

@@ -17,7 +17,10 @@ REGISTRY_BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5
 
 
 class WorkerCounter(StrEnum):
-    """Counters that a worker keeps; the value is the name in a heartbeat and, with `kvferry_`, on the page."""
+    """Counters that a worker keeps; the value is the name in a heartbeat and, with `kvferry_`, on the page.
+
+    What follows a slash is the label `reason` there.
+    """
 
     PROMPT_TOKENS_COMPUTED = "prompt_tokens_computed_total"
     PROMPT_TOKENS_LOCAL_CACHE = "prompt_tokens_local_cache_total"
@@ -36,7 +39,16 @@ class WorkerCounter(StrEnum):
     REUSE_FAILURES = "reuse_failures_total"
     LENDS = "lends_total"
     LENDS_REFUSED = "lends_refused_total"
-    HANDSHAKE_FAILURES = "handshake_failures_total"
+    HANDSHAKES_LAYOUT = "handshake_failures_total/layout"
+    """The two sides lay KV out differently."""
+    HANDSHAKES_UNFIT = "handshake_failures_total/unfit"
+    """What is offered does not fit what is wanted."""
+    HANDSHAKES_UNKNOWN = "handshake_failures_total/unknown"
+    """The owner holds no such hand-off any more."""
+    HANDSHAKES_STALE = "handshake_failures_total/stale"
+    """Another life, another block, or a later attempt."""
+    HANDSHAKES_UNREACHABLE = "handshake_failures_total/unreachable"
+    """The owner, or its memory, does not answer."""
     DIGEST_MISMATCHES = "digest_mismatch_total"
     RECOMPUTED_TOKENS = "transfer_recomputed_tokens_total"
     LEASES_GRANTED = "lease_granted_total"
@@ -47,6 +59,7 @@ class WorkerCounter(StrEnum):
     REGISTRY_RESYNCS = "registry_resyncs_total"
     REGISTRY_GAPS = "registry_event_seq_gaps_total"
     REGISTRY_EPOCH_CHANGES = "registry_epoch_changes_total"
+    REGISTRY_STALE_DROPPED = "registry_stale_entries_dropped_total"
     ABORTS = "aborts_total"
 
 
@@ -112,12 +125,7 @@ class WorkerCollector:
                 ("queued_prefill_tokens", "Prompt tokens still to be computed."),
             )
         }
-        counters = {
-            name: CounterMetricFamily(
-                f"kvferry_{name.removesuffix('_total')}", f"Worker counter {name}.", labels=labels
-            )
-            for name in WorkerCounter
-        }
+        counters = _counter_families(labels)
         reported = {
             name: GaugeMetricFamily(f"kvferry_worker_{name}", text, labels=labels)
             for name, text in (
@@ -132,14 +140,27 @@ class WorkerCollector:
                     blocks.add_metric([*base, group.name, state], getattr(group, state))
             for name, family in gauges.items():
                 family.add_metric(base, getattr(sample, name))
-            for counter, counter_family in counters.items():
-                counter_family.add_metric(base, sample.counters.get(counter, 0.0))
+            for counter in WorkerCounter:
+                name, _, reason = counter.partition("/")
+                own = [*base, reason] if reason else base
+                counters[name].add_metric(own, sample.counters.get(counter, 0.0))
             for gauge, gauge_family in reported.items():
                 gauge_family.add_metric(base, sample.counters.get(gauge, 0.0))
         yield blocks
         yield from gauges.values()
         yield from reported.values()
         yield from counters.values()
+
+
+def _counter_families(labels: list[str]) -> dict[str, CounterMetricFamily]:
+    families = {}
+    for counter in WorkerCounter:
+        name, _, reason = counter.partition("/")
+        own = [*labels, "reason"] if reason else labels
+        families[name] = CounterMetricFamily(
+            f"kvferry_{name.removesuffix('_total')}", f"Worker counter {name}.", labels=own
+        )
+    return families
 
 
 class RegistryMetrics:
@@ -162,10 +183,25 @@ class RegistryMetrics:
         self.degraded = Gauge(
             "kvferry_registry_degraded", "1 while a shard of the registry does not answer.", registry=None
         )
+        self.lookups = Counter(
+            "kvferry_registry_lookups",
+            "Questions who holds a prompt's blocks: hit, miss, or unknown when a shard did not answer.",
+            ["result"],
+            registry=None,
+        )
+        self.hit_blocks = Counter(
+            "kvferry_registry_hit_blocks", "Blocks of the longest prefix that lookups found.", registry=None
+        )
+        self.stale = Counter(
+            "kvferry_gateway_registry_stale_entries_dropped",
+            "Claims of lives that have ended: met and ignored by a lookup, or removed by the sweep.",
+            ["by"],
+            registry=None,
+        )
 
     def register(self, registry: CollectorRegistry) -> None:
         """Show these metrics on the page of `registry`."""
-        for metric in (self.errors, self.seconds, self.degraded):
+        for metric in (self.errors, self.seconds, self.degraded, self.lookups, self.hit_blocks, self.stale):
             registry.register(metric)
 
 
@@ -189,6 +225,12 @@ class GatewayMetrics:
             "kvferry_router_reuse",
             "What was decided about prefixes that another worker holds: nothing held, compute, or fetch.",
             ["verdict"],
+            registry=self.registry,
+        )
+        self.migrations = Counter(
+            "kvferry_migrations",
+            "Requests that went on elsewhere after a worker failed them: new before their first token, else ongoing.",
+            ["request"],
             registry=self.registry,
         )
         self.ttft = Histogram(

@@ -5,7 +5,6 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
 
-from cluster.pools import PoolSpec
 from cluster.reuse import ReuseRules
 from cluster.routing import RoutingRules
 from deployments.config import AppConfig, faults, parse_config
@@ -101,12 +100,8 @@ class Gateway:
 
 def routing_rules(config: AppConfig) -> RoutingRules:
     """The configured side of routing decisions."""
-    pools = []
-    for pool in config.pools:
-        least, most = config.prefill_range(pool.name)
-        pools.append(PoolSpec(name=pool.name, role=pool.role, min_prefill_tokens=least, max_prefill_tokens=most))
     return RoutingRules(
-        pools=tuple(pools),
+        pools=config.pool_specs(),
         local_prefill_max_tokens=config.local_prefill_max_tokens,
         long_prefill_tokens=config.routing.long_prefill_tokens,
         reuse=_reuse_rules(config.reuse) if config.reuse.enabled else None,

@@ -176,6 +176,7 @@ def _summary_message(summary: Summary) -> inference_pb2.Summary:
             exposed_seconds=provenance.exposed_s,
             reused_from=provenance.reused_from,
             reused_tokens=provenance.reused_tokens,
+            replays=provenance.num_replays,
         ),
         timings=inference_pb2.Timings(first_token_seconds=summary.first_token_s, total_seconds=summary.total_s),
     )

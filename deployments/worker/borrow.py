@@ -8,11 +8,13 @@ import asyncio
 import logging
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cluster.reuse import SourcePart, split_sources
+from deployments.worker.handshake import handshake_failure
 from deployments.worker.pull import SETTLE_TIMEOUT_S
 from engine.events import Borrowing
 from kv_store.handoff_reader import HandoffReader, LocalGroups, ReadStats
@@ -20,6 +22,7 @@ from messages.errors import HandoffError, TransferError
 from messages.handoff import BlockKey, Handoff
 from messages.requests import RequestId
 from messages.reuse import PrefixSource, ReuseOffer
+from telemetry.metrics import WorkerCounter
 
 log = logging.getLogger(__name__)
 
@@ -96,11 +99,27 @@ class BorrowStats:
     """From the first call to the last byte; the parts come at the same time."""
     num_failed: int = 0
     """Sources that did not give what they were believed to hold."""
+    digest_mismatches: int = 0
+    handshake_failures: Counter[WorkerCounter] = field(default_factory=Counter)
+    """Why lent parts could not be opened."""
 
     def add(self, moved: ReadStats) -> None:
         """Count a read that its owner has declared valid."""
         self.blocks += moved.blocks
         self.size_bytes += moved.size_bytes
+        self.digest_mismatches += moved.digest_mismatches
+
+    def counters(self) -> dict[WorkerCounter, float]:
+        """What it adds to the worker's counters."""
+        return {
+            WorkerCounter.REUSE_PULLS: 1.0,
+            WorkerCounter.REUSE_FAILURES: self.num_failed,
+            WorkerCounter.TRANSFER_BYTES: self.size_bytes,
+            WorkerCounter.TRANSFER_BLOCKS: self.blocks,
+            WorkerCounter.TRANSFER_SECONDS: self.transfer_s,
+            WorkerCounter.DIGEST_MISMATCHES: self.digest_mismatches,
+            **self.handshake_failures,
+        }
 
 
 class Borrow:
@@ -241,7 +260,8 @@ class Borrow:
         try:
             groups = _between(self._wanted.groups, fetch.good, fetch.part.end)
             reader = self._lenders.make_reader(handoff, groups)
-        except HandoffError:
+        except HandoffError as error:
+            self.stats.handshake_failures[handshake_failure(error)] += 1
             await owner.release(handoff, "not needed")
             raise
         self._readers.append(reader)
@@ -272,7 +292,11 @@ class Borrow:
             raise failure
 
     async def _read_slices(self, reader: HandoffReader, num_tokens: int, first: int) -> None:
-        await reader.open()
+        try:
+            await reader.open()
+        except (TransferError, HandoffError) as error:
+            self.stats.handshake_failures[handshake_failure(error)] += 1
+            raise
         step = SLICE_BLOCKS * self._limits.block_size
         for read_tokens in range(first * self._limits.block_size + step, num_tokens, step):
             await reader.read_through(read_tokens)

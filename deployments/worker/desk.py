@@ -122,12 +122,17 @@ class Desk:
 
     def handle(self, session: GatewaySession, message: pb.GatewayMessage) -> None:
         """One message of a gateway; one that cannot be carried out ends its own request, not the session."""
+        kind, request_id = message.WhichOneof("body"), request_id_of(message)
         try:
             self._carry_out(session, message)
+        except ServingError as error:
+            log.warning("message.refused kind=%s request_id=%s error=%s", kind, request_id, error)
+            self.fail_if_here(request_id, error)
         except Exception as fault:
-            log.exception("message.failed kind=%s", message.WhichOneof("body"))
-            error = fault if isinstance(fault, ServingError) else ServingError(f"the worker failed: {fault!r}")
-            self.fail_if_here(request_id_of(message), error)
+            # What it says may repeat a prompt, so only where it happened is told.
+            place = ServingError(f"unexpected {type(fault).__name__}").with_traceback(fault.__traceback__)
+            log.exception("message.failed kind=%s request_id=%s", kind, request_id, exc_info=place)
+            self.fail_if_here(request_id, ServingError("the worker failed to carry a message out"))
 
     def _carry_out(self, session: GatewaySession, message: pb.GatewayMessage) -> None:
         match message.WhichOneof("body"):
@@ -193,9 +198,7 @@ class Desk:
             return
         request = request_from_wire(message.request)
         handoff = handoff_from_wire(message.handoff)
-        entry.pull = Pull(
-            request.request_id, handoff, self._peers.make_reader, self._engine, self.keep, self._on_load_failure
-        )
+        entry.pull = Pull(request.request_id, handoff, self._peers, self._engine, self.keep, self._on_load_failure)
         entry.pull_task = asyncio.create_task(entry.pull.run(), name=f"pull-{request.request_id}")
         entry.pull_task.add_done_callback(lambda task: self._on_pull_end(request.request_id, task))
         self._submissions.submit(request, entry)
@@ -206,7 +209,7 @@ class Desk:
         if entry is None:
             return
         entry.session.send(failed_message(request_id, error))
-        self._abort(request_id)
+        self._drop(request_id)
 
     def _progress(self, message: pb.PrefillProgress) -> None:
         entry = self._entries.get(RequestId(message.request_id))
@@ -228,16 +231,22 @@ class Desk:
     # Ends
 
     def _abort(self, request_id: RequestId) -> None:
-        entry = self._entries.pop(request_id, None)
-        if entry is None:
-            return
-        self.count(WorkerCounter.ABORTS)
+        """Nobody waits for the request any more."""
+        if request_id in self._entries:
+            self.count(WorkerCounter.ABORTS)
+            self._drop(request_id)
+
+    def _drop(self, request_id: RequestId) -> None:
+        entry = self._entries.pop(request_id)
         if entry.compiling is not None:
             entry.compiling.cancel()
-        if entry.handoff_id is not None:
-            self._handoffs.release(entry.handoff_id, self._identity.incarnation, self._clock())
-            self.settle()
+        self._withdraw(entry)
         self._let_go(request_id, entry)
+
+    def _withdraw(self, entry: Entry) -> None:
+        if entry.handoff_id is not None:
+            self._handoffs.withdraw(entry.handoff_id, self._clock())
+            self.settle()
 
     def _let_go(self, request_id: RequestId, entry: Entry) -> None:
         """The engine forgets the request once nothing writes into its blocks any more."""
@@ -356,10 +365,9 @@ class Desk:
     def _accepted(self, entry: Entry, event: Accepted) -> pb.Accepted:
         accepted = pb.Accepted(request_id=event.request_id, cached_tokens=event.cached_tokens)
         if event.groups is not None:
-            num_tokens = event.num_prompt_tokens
+            num_tokens = event.num_given_tokens
             handoff = self._handoffs.grant(event.request_id, event.groups, num_tokens, self._clock())
             entry.handoff_id = handoff.handoff_id
-            self.count(WorkerCounter.LEASES_GRANTED)
             accepted.handoff.CopyFrom(handoff_to_wire(handoff))
         return accepted
 
@@ -383,8 +391,6 @@ class Desk:
     def _close_entry(self, request_id: RequestId, entry: Entry) -> None:
         """The request ended in the engine; a hand-off or a pull of it ends too."""
         del self._entries[request_id]
-        if entry.handoff_id is not None:
-            self._handoffs.release(entry.handoff_id, self._identity.incarnation, self._clock())
-            self.settle()
+        self._withdraw(entry)
         if entry.reads():
             self._let_go(request_id, entry)

@@ -107,14 +107,12 @@ class Membership:
     async def publish(self) -> None:
         """Send what is to be said until cancelled."""
         while True:
-            await self._has_work.wait()
+            await self._until_work()
             await asyncio.sleep(PUBLISH_PERIOD_S)
             # Claims of a life or generation that is not listed are taken for a dead one's.
             await self._is_listed.wait()
             self._has_work.clear()
             pause_s = await self._publisher.flush()
-            if self._publisher.has_work:
-                self._has_work.set()
             await asyncio.sleep(max(0.0, pause_s - PUBLISH_PERIOD_S))
 
     async def tend(self) -> None:
@@ -143,6 +141,13 @@ class Membership:
             self._publisher.check(memories, expected, self._times.lease_s)
             if record.generation == self.generation:
                 self._is_listed.set()
+
+    async def _until_work(self) -> None:
+        try:
+            async with asyncio.timeout(self._publisher.wait_s):
+                await self._has_work.wait()
+        except TimeoutError:
+            return
 
     async def _wait_until_due(self, seconds: float) -> None:
         try:

@@ -3,8 +3,9 @@
 from deployments.config import AppConfig, PoolConfig
 from deployments.model_source import resolve_model
 from deployments.registry_client import make_registry
+from deployments.worker.garbage import set_loaded_objects_aside
 from deployments.worker.model_host import load_host
-from deployments.worker.runtime import FailureCount, WorkerParts, agent_name
+from deployments.worker.runtime import RegistryCounts, WorkerParts, agent_name
 from kv_store.registry.shard import ShardHooks
 from kv_store.transfer.nixl import NixlTransport
 from messages.faults import Faults
@@ -16,12 +17,14 @@ def make_parts(config: AppConfig, pool: PoolConfig, worker_id: str, faults: Faul
     The process must then end by `os._exit`: one that made a NIXL agent crashes in its exit handlers.
     """
     model = load_host(config, pool, resolve_model(config.model.source), faults)
-    failures = FailureCount()
-    return WorkerParts(
+    counts = RegistryCounts()
+    parts = WorkerParts(
         model=model,
         transport=NixlTransport(agent_name(worker_id), model.arena.buffer),
-        registry=make_registry(config.registry, ShardHooks(on_failure=failures.add)),
-        registry_failures=failures,
+        registry=make_registry(config.registry, ShardHooks(on_failure=counts.add_failure, on_stale=counts.add_stale)),
+        registry_counts=counts,
         grammars=model.make_grammars(),
         faults=faults,
     )
+    set_loaded_objects_aside()
+    return parts

@@ -14,7 +14,7 @@ from kv_store.handoff_reader import ArenaGeometry, HandoffReader, LocalGroups
 from kv_store.layout import Arena
 from kv_store.registry.protocol import Registry, WorkerRecord
 from kv_store.transfer.protocol import BlockTransport
-from messages.errors import RegistryError, TransferError
+from messages.errors import LayoutMismatch, RegistryError, TransferError
 from messages.handoff import Handoff
 
 log = logging.getLogger(__name__)
@@ -139,8 +139,11 @@ class Peers:
         """A reader for `handoff` into the local blocks `groups`.
 
         Raises:
+            LayoutMismatch: The owner lays KV out differently.
             HandoffError: The hand-off does not fit this worker; see `HandoffReader`.
         """
+        if handoff.fingerprint != self._fingerprint:
+            raise LayoutMismatch("the owner lays KV out differently", handoff_id=handoff.handoff_id)
         peer = self._peer((handoff.worker_id, handoff.incarnation), handoff.address)
         deadline_s = self._limits.read_deadline_s
         reader = HandoffReader(handoff, peer.owner, self._transport, self._geometry, groups, deadline_s)

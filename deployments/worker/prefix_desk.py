@@ -107,11 +107,8 @@ class PrefixDesk:
         if entry.borrow is None or self._rules is None or task.cancelled():
             return
         stats = entry.borrow.stats
-        requests.count(WorkerCounter.REUSE_PULLS)
-        requests.count(WorkerCounter.REUSE_FAILURES, stats.num_failed)
-        requests.count(WorkerCounter.TRANSFER_BYTES, stats.size_bytes)
-        requests.count(WorkerCounter.TRANSFER_BLOCKS, stats.blocks)
-        requests.count(WorkerCounter.TRANSFER_SECONDS, stats.transfer_s)
+        for counter, amount in stats.counters().items():
+            requests.count(counter, amount)
         self._rules.rates.note_transfer(stats.size_bytes, stats.transfer_s)
         fault = task.exception()
         if fault is not None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from deployments.config_kv import LoadFailurePolicy
+from deployments.worker.handshake import handshake_failure
 from kv_store.handoff_reader import HandoffReader, LocalGroups
 from messages.errors import HandoffError, ServingError, TransferError
 from messages.handoff import Handoff
@@ -24,7 +25,33 @@ log = logging.getLogger(__name__)
 SETTLE_TIMEOUT_S = 2.0
 """How long a failed read may keep its request waiting for the recompute."""
 
-MakeReader = Callable[[Handoff, LocalGroups], HandoffReader]
+
+class Owner(Protocol):
+    """Who offers blocks, as a reader that does not want them calls it."""
+
+    async def release(self, handoff: Handoff, reason: str) -> None:
+        """Nothing (more) is needed.
+
+        Raises:
+            TransferError: It does not answer.
+        """
+        ...
+
+
+class Owners(Protocol):
+    """The other workers."""
+
+    def owner(self, worker_id: str, incarnation: str, address: str) -> Owner:
+        """One life of one of them."""
+        ...
+
+    def make_reader(self, handoff: Handoff, groups: LocalGroups) -> HandoffReader:
+        """A reader for `handoff` into the local blocks `groups`.
+
+        Raises:
+            HandoffError: The hand-off does not fit this worker.
+        """
+        ...
 
 
 class Receiver(Protocol):
@@ -53,20 +80,22 @@ class PullStats:
     exposed_s: float = 0.0
     """From token 1 being known here to the blocks being valid here."""
     has_failed: bool = False
-    has_failed_handshake: bool = False
-    """The owner refused Open, did not answer it, or its memory could not be reached."""
+    handshake_failure: WorkerCounter | None = None
+    """Why the hand-off could not be opened; None: it could."""
     digest_mismatches: int = 0
 
     def counters(self) -> dict[WorkerCounter, float]:
         """What it adds to the worker's counters."""
-        return {
+        counters: dict[WorkerCounter, float] = {
             WorkerCounter.TRANSFER_BYTES: self.size_bytes,
             WorkerCounter.TRANSFER_BLOCKS: self.blocks,
             WorkerCounter.TRANSFER_SECONDS: self.transfer_s,
             WorkerCounter.TRANSFER_FAILURES: self.has_failed,
-            WorkerCounter.HANDSHAKE_FAILURES: self.has_failed_handshake,
             WorkerCounter.DIGEST_MISMATCHES: self.digest_mismatches,
         }
+        if self.handshake_failure is not None:
+            counters[self.handshake_failure] = 1.0
+        return counters
 
 
 class Pull:
@@ -75,7 +104,7 @@ class Pull:
     Args:
         request_id: Which request.
         handoff: What the owner offers.
-        make_reader: Makes its reader, once the destinations are known.
+        owners: Makes its reader, once the destinations are known, and knows whom to tell when there is none.
         engine: Gets what arrived.
         keep: Runs what must go on after the request is forgotten.
         policy: What follows when blocks did not arrive whole.
@@ -85,7 +114,7 @@ class Pull:
         self,
         request_id: RequestId,
         handoff: Handoff,
-        make_reader: MakeReader,
+        owners: Owners,
         engine: Receiver,
         keep: Callable[[Coroutine[Any, Any, None]], None],
         policy: LoadFailurePolicy = "recompute",
@@ -95,7 +124,7 @@ class Pull:
         """After a failed read: done when the destinations may be reused."""
         self._request_id = request_id
         self._handoff = handoff
-        self._make_reader = make_reader
+        self._owners = owners
         self._engine = engine
         self._keep = keep
         self._policy = policy
@@ -129,8 +158,11 @@ class Pull:
         """
         groups, cached_tokens = await self._destination
         try:
-            reader = self._make_reader(self._handoff, groups)
+            reader = self._owners.make_reader(self._handoff, groups)
         except HandoffError as error:
+            self.stats.handshake_failure = handshake_failure(error)
+            # The owner is told, but not waited for.
+            self._keep(self._decline())
             self._recover(cached_tokens, error)
             return
         try:
@@ -143,6 +175,14 @@ class Pull:
             self._finish(self._handoff.num_tokens)
         else:
             await self._settle(reader, max(cached_tokens, good_tokens), failure)
+
+    async def _decline(self) -> None:
+        handoff = self._handoff
+        owner = self._owners.owner(handoff.worker_id, handoff.incarnation, handoff.address)
+        try:
+            await owner.release(handoff, "not needed")
+        except (TransferError, HandoffError) as error:
+            log.info("handoff.release_failed handoff_id=%s error=%s", handoff.handoff_id, error)
 
     def _recover(self, good_tokens: int, failure: ServingError) -> None:
         log.warning("pull.failed request_id=%s good_tokens=%d error=%s", self._request_id, good_tokens, failure)
@@ -206,8 +246,8 @@ class Pull:
         """Read blocks as the prefill makes them complete."""
         try:
             await reader.open()
-        except (TransferError, HandoffError):
-            self.stats.has_failed_handshake = True
+        except (TransferError, HandoffError) as error:
+            self.stats.handshake_failure = handshake_failure(error)
             raise
         done = 0
         while done < self._handoff.num_tokens:

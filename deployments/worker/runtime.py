@@ -52,15 +52,22 @@ GRPC_OPTIONS = (
 )
 
 
-class FailureCount:
-    """Registry operations that a shard did not do."""
+class RegistryCounts:
+    """What a worker's registry saw, told by its hooks."""
 
     def __init__(self) -> None:
-        self.total = 0
+        self.failures = 0
+        """Commands that a shard did not carry out."""
+        self.stale = 0
+        """Claims of lives that have ended which this worker removed."""
 
-    def add(self, failure: ShardFailure) -> None:
-        """Note one; called by the registry."""
-        self.total += failure.num_commands
+    def add_failure(self, failure: ShardFailure) -> None:
+        """Note commands that were lost."""
+        self.failures += failure.num_commands
+
+    def add_stale(self, by: str, num_claims: int) -> None:
+        """Note claims that the sweep removed; those that a lookup ignored are still there."""
+        self.stale += num_claims if by == "sweep" else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +78,7 @@ class WorkerParts:
     transport: BlockTransport
     registry: Registry
     grammars: GrammarCompiler
-    registry_failures: FailureCount = field(default_factory=FailureCount)
+    registry_counts: RegistryCounts = field(default_factory=RegistryCounts)
     faults: Faults = NO_FAULTS
 
 
@@ -238,6 +245,7 @@ class WorkerRuntime:
                 # Silence tells the gateways.
                 raise ServingError("the engine's step thread has stopped")
             self._count_registry()
+            self.desk.set_count(WorkerCounter.LEASES_GRANTED, self._handoffs.num_granted)
             self.desk.set_count(WorkerCounter.LEASES_EXTENDED, self._handoffs.num_extended)
             self.desk.set_count(WorkerCounter.LATE_MESSAGES, self._handoffs.num_late)
             self.desk.send_load()
@@ -246,7 +254,8 @@ class WorkerRuntime:
     def _count_registry(self) -> None:
         counts = self._membership.counts
         for name, value in (
-            (WorkerCounter.REGISTRY_ERRORS, self._parts.registry_failures.total),
+            (WorkerCounter.REGISTRY_ERRORS, self._parts.registry_counts.failures),
+            (WorkerCounter.REGISTRY_STALE_DROPPED, self._parts.registry_counts.stale),
             (WorkerCounter.REGISTRY_RESYNCS, counts.resyncs),
             (WorkerCounter.REGISTRY_GAPS, counts.gaps),
             (WorkerCounter.REGISTRY_EPOCH_CHANGES, counts.epoch_changes),

@@ -48,6 +48,9 @@ class Submissions:
     async def _compile_and_give(self, request: GenerationRequest, grammar: Grammar, entry: Entry) -> None:
         try:
             matcher = await self._grammars.compile(grammar)
+            if request.generated_token_ids:
+                # A long output takes milliseconds; the matcher is nobody else's yet.
+                await asyncio.to_thread(_follow, matcher, request.generated_token_ids)
         except Exception as fault:
             if not isinstance(fault, ServingError):
                 log.exception("grammar.failed request_id=%s", request.request_id)
@@ -69,3 +72,8 @@ class Submissions:
             borrow=self._prefixes.terms(entry),
             matcher=matcher,
         )
+
+
+def _follow(matcher: Matcher, token_ids: tuple[int, ...]) -> None:
+    for token_id in token_ids:
+        matcher.accept(token_id)

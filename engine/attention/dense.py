@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - the name everybody knows
 
 from engine.attention.function import Score
 
-FUSED_TILE = 128
+FUSED_TILE = 256
 """Queries per tile of a prompt's chunk for the fused kernel: the mask of a tile stays small at any context length."""
 PRODUCT_TILE = 256
 """The same for matrix products: fewer would make them too small, more would push their scores out of the cache."""

@@ -21,8 +21,9 @@ from redis.crc import REDIS_CLUSTER_HASH_SLOTS as NUM_SLOTS
 from redis.crc import key_slot
 from redis.exceptions import AskError, ClusterDownError, MovedError, TryAgainError
 
+from kv_store.registry.backoff import Backoff
 from kv_store.registry.connection import ShardAccess, ShardAddress, ShardLimits
-from kv_store.registry.scripts import Command
+from kv_store.registry.scripts import ALL, Command, Script
 from kv_store.registry.shard import RegistryShard, Reply, ShardHooks
 from kv_store.registry.shard_source import Commands, Replies, ShardView, ask_each, report_refused, without_refusals
 from messages.errors import ConfigError
@@ -34,6 +35,8 @@ _NOBODY = -1
 _NOT_SERVED = (AskError, TryAgainError, ClusterDownError)
 REFRESH_PERIOD_S = 1.0
 """A cluster in trouble is asked for its slots no more often than this."""
+MOST_REFRESH_PERIOD_S = 16.0
+"""Slots that nobody serves are asked for ever less often, but no less than this."""
 
 Node = tuple[str, int]
 Redirect = tuple[int, int, AskError]
@@ -87,6 +90,7 @@ class ClusterShards:
         limits: ShardLimits,
         hooks: ShardHooks,
         name_of: Callable[[BlockKey], bytes],
+        known_scripts: Sequence[Script] = ALL,
     ) -> None:
         """Connect lazily.
 
@@ -96,6 +100,7 @@ class ClusterShards:
             limits: Bounds per node.
             hooks: Who hears of what shards do.
             name_of: The whole name under which a block is kept, which gives its slot.
+            known_scripts: Those that commands may run.
 
         Raises:
             ConfigError: No URL, or one that a cluster cannot have.
@@ -110,6 +115,7 @@ class ClusterShards:
         self._limits = limits
         self._hooks = hooks
         self._name_of = name_of
+        self._scripts = known_scripts
         self._shards: dict[Node, RegistryShard] = {}
         self._known: list[Node] = []
         self._view: ShardView | None = None
@@ -118,13 +124,18 @@ class ClusterShards:
         self._num_repairs = 0
         """How often slots that nobody served were served again."""
         self._asked_at_s = -REFRESH_PERIOD_S
+        self._served: frozenset[tuple[int, int, Node]] = frozenset()
+        """First and last slot and master of each range."""
+        self._again = Backoff(first_s=REFRESH_PERIOD_S, most_s=MOST_REFRESH_PERIOD_S)
+        """When slots that nobody serves are asked for, if nothing tells of a change before."""
         self._refresh: asyncio.Task[None] | None = None
 
     async def view(self) -> ShardView:
         """Return the masters; none while no node has answered yet."""
         if self._view is None:
-            await self._refreshed()
-        elif not self._is_whole:
+            # All first callers wait for one answer, and one that leaves does not take it from the others.
+            await asyncio.shield(self._refresh_soon())
+        elif not self._is_whole and self._again.is_due(time.monotonic()):
             # Nothing is sent for slots that nobody serves, so no answer will tell of a change.
             self._refresh_soon()
         return _NO_SHARDS if self._view is None else self._view
@@ -188,9 +199,10 @@ class ClusterShards:
                     next(answers)
                 replies[index][position] = next(answers)
 
-    def _refresh_soon(self) -> None:
+    def _refresh_soon(self) -> asyncio.Task[None]:
         if self._refresh is None or self._refresh.done():
             self._refresh = asyncio.create_task(self._refreshed(), name="registry-slots")
+        return self._refresh
 
     async def _refreshed(self) -> None:
         """Learn the slots from the first node that answers, unless that was tried a moment ago."""
@@ -204,9 +216,18 @@ class ClusterShards:
             (reply,) = await self._shard(node).run("slots", [("CLUSTER", "SLOTS")])
             if reply is not None and (ranges := read_slots(reply, node[0])):
                 await self._take(ranges)
-                return
+                break
+        if self._is_whole:
+            self._again.succeeded()
+        else:
+            self._again.failed(now_s)
 
     async def _take(self, ranges: Sequence[SlotRange]) -> None:
+        served = frozenset((part.first, part.last, part.master) for part in ranges)
+        if served != self._served:
+            # What has begun to change soon goes on.
+            self._again.succeeded()
+        self._served = served
         first_slots: dict[Node, int] = {}
         for part in sorted(ranges, key=lambda part: part.first):
             first_slots.setdefault(part.master, part.first)
@@ -233,7 +254,7 @@ class ClusterShards:
 
     def _shard(self, node: Node) -> RegistryShard:
         if node not in self._shards:
-            self._shards[node] = RegistryShard(self._address.at(*node), self._limits, self._hooks)
+            self._shards[node] = RegistryShard(self._address.at(*node), self._limits, self._hooks, self._scripts)
         return self._shards[node]
 
 

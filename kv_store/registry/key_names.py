@@ -4,6 +4,7 @@
     kvferry/<namespace>/w<home>           hash: the worker table           one per shard
     kvferry/<namespace>/m<home>           hash: the shard's memory         one per shard
     kvferry/<namespace>/g<home>           who leads the clean-up           one per shard
+    kvferry/<namespace>/l{<pool>}...      a pool's reservations            on one shard, in one slot
 
 `<home>` is empty on plain servers; in a Redis Cluster it is a hash tag of a slot that the shard serves.
 """
@@ -72,6 +73,11 @@ class KeyNames:
     def block(self, key: BlockKey) -> bytes:
         """Holders of a block."""
         return self._block_prefix + key
+
+    def ledger(self, pool: bytes) -> bytes:
+        """What the names of all keys of a pool's ledger begin with, its hash tag included."""
+        # Whatever the pool's name is, the tag is not empty and the same in all of them.
+        return self._root + b"l{p/" + pool + b"}"
 
     def block_key(self, name: bytes) -> BlockKey:
         """The block that `name` is about."""

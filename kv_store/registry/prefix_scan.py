@@ -33,6 +33,8 @@ class PrefixScan:
         self._hits: dict[str, int] = {}
         self._position = 0
         self._unknown = False
+        self.num_stale = 0
+        """Claims met so far whose life has ended; they count for nobody."""
 
     @property
     def is_open(self) -> bool:
@@ -54,6 +56,8 @@ class PrefixScan:
                 self._unknown = True
                 continue
             self._open = {worker for worker in self._open if row.get(worker) == self._live[worker]}
+            if len(row) > len(self._open):
+                self.num_stale += sum(self._live.get(worker) != life for worker, life in row.items())
             for worker in self._open:
                 self._hits[worker] = self._position
 

@@ -8,11 +8,11 @@ new generation takes all older claims away at once.
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
+from kv_store.registry.backoff import Backoff
 from kv_store.registry.protocol import Claimant, Registry, ShardMemory, Tier
 from messages.handoff import BlockKey
 
@@ -34,7 +34,9 @@ class PublishLimits:
     bulk: int = 64
     """Removals at a time from which a new generation is considered."""
     retry_s: float = 0.5
-    """A shard that did not answer is tried again so much later."""
+    """A shard that did not answer is tried again so much later; so is, at first, a block that no shard keeps."""
+    most_retry_s: float = 8.0
+    """Blocks that no shard keeps are tried again ever later, but no later than this."""
     pause_factor: float = 4.0
     """While a shard is filled again, it has so many times the time of a batch for others before the next."""
 
@@ -52,8 +54,8 @@ class _ShardTrack:
 
     pending: dict[BlockKey, Tier | None] = field(default_factory=dict)
     """Newest state; None: held no longer."""
-    backlog: deque[BlockKey] = field(default_factory=deque)
-    """To be said again, if still held."""
+    backlog: dict[BlockKey, None] = field(default_factory=dict)
+    """To be said again, in order, each once, if still held."""
     epoch: str | None = None
     acknowledged: int = 0
     """Batch that the shard is known to have."""
@@ -101,19 +103,24 @@ class BlockPublisher:
         self._withdrawn: dict[BlockKey, None] = {}
         self._unplaced: dict[BlockKey, Tier | None] = {}
         """Changes whose shard has not been asked for yet."""
+        self._homeless: dict[BlockKey, Tier | None] = {}
+        """Changes of blocks that no shard kept when that was asked."""
+        self._again = Backoff(first_s=self._limits.retry_s, most_s=self._limits.most_retry_s)
+        """When it is asked again who keeps those."""
         self._tracks: dict[str, _ShardTrack] = {}
         self._listed_s: dict[str, float] = {}
         """When the last registration that each shard confirmed was sent."""
         self._to_fill: set[str] = set()
         self._has_dropped = False
         """Changes are gone that no shard has heard."""
-        self._to_refresh: list[BlockKey] = []
+        self._to_refresh: dict[BlockKey, None] = {}
+        """Claims to be said again whose shard has not been asked for yet."""
 
     @property
     def queue_depth(self) -> int:
         """Changes and repetitions that wait to be sent."""
         waiting = sum(len(track.pending) + len(track.backlog) for track in self._tracks.values())
-        return waiting + len(self._unplaced) + len(self._to_refresh)
+        return waiting + len(self._unplaced) + len(self._homeless) + len(self._to_refresh)
 
     def note(self, stored: Iterable[BlockKey], removed: Iterable[BlockKey], tier: Tier = "device") -> bool:
         """Take in which complete blocks the worker holds now and which no longer.
@@ -177,12 +184,22 @@ class BlockPublisher:
         for key in due:
             held = self._held.pop(key)
             self._held[key] = _Held(tier=held.tier, said_s=now_s)
-        self._to_refresh.extend(due)
+        self._to_refresh.update(dict.fromkeys(due))
 
     @property
     def has_work(self) -> bool:
         """Whether `flush` has something to send."""
         return self.queue_depth > 0 or bool(self._to_fill)
+
+    @property
+    def wait_s(self) -> float | None:
+        """Seconds until `flush` has something to try, unless more is noted; None: nothing waits."""
+        if self._unplaced or self._to_refresh or self._to_fill:
+            return 0.0
+        due_s = [track.retry_at_s for track in self._tracks.values() if track.pending or track.backlog]
+        if self._homeless:
+            due_s.append(self._again.due_s)
+        return max(0.0, min(due_s) - self._clock()) if due_s else None
 
     async def flush(self) -> float:
         """Send the changes that wait, and of what is to be said again a little.
@@ -196,12 +213,13 @@ class BlockPublisher:
         return max((pause.result() for pause in pauses), default=0.0)
 
     def _queue(self, key: BlockKey, tier: Tier | None) -> None:
+        self._homeless.pop(key, None)
         self._unplaced.pop(key, None)
         self._unplaced[key] = tier
 
     def _is_over_bound(self) -> bool:
-        bound = self._limits.max_pending
-        return len(self._unplaced) > bound or any(len(track.pending) > bound for track in self._tracks.values())
+        waiting = [len(self._unplaced) + len(self._homeless), *(len(track.pending) for track in self._tracks.values())]
+        return max(waiting) > self._limits.max_pending
 
     def _begin_generation(self) -> None:
         claimant = self.claimant
@@ -209,6 +227,7 @@ class BlockPublisher:
             worker_id=claimant.worker_id, incarnation=claimant.incarnation, generation=claimant.generation + 1
         )
         self._unplaced.clear()
+        self._homeless.clear()
         self._withdrawn.clear()
         self._to_refresh.clear()
         for track in self._tracks.values():
@@ -222,7 +241,11 @@ class BlockPublisher:
         shards = await self._registry.shards()
         if set(shards) != self._tracks.keys():
             self._follow(shards)
-        placed = await self._registry.spread([*self._unplaced, *self._to_refresh])
+        if self._again.is_due(self._clock()):
+            self._ask_again()
+        asked, again = list(self._unplaced), self._to_refresh
+        self._to_refresh = {}
+        placed = await self._registry.spread([*asked, *again])
         for shard, keys in placed.items():
             track = self._tracks.setdefault(shard, _ShardTrack())
             for key in keys:
@@ -230,14 +253,30 @@ class BlockPublisher:
                     track.pending.pop(key, None)
                     track.pending[key] = self._unplaced.pop(key)
                 else:
-                    track.backlog.append(key)
-        self._to_refresh.clear()
+                    track.backlog[key] = None
+        self._keep_homeless([key for key in asked if key in self._unplaced])
         if self._to_fill:
             await self._fill(set(self._to_fill))
+
+    def _ask_again(self) -> None:
+        self._unplaced = self._homeless | self._unplaced
+        self._homeless = {}
+
+    def _keep_homeless(self, keys: list[BlockKey]) -> None:
+        """Let changes wait that no shard takes; those which wait already do not wait longer for it."""
+        if keys and not self._homeless:
+            self._again.failed(self._clock())
+        for key in keys:
+            self._homeless[key] = self._unplaced.pop(key)
+        if not self._homeless:
+            self._again.succeeded()
 
     def _follow(self, shards: tuple[str, ...]) -> None:
         """Keep one track per shard; what waited for a shard that is gone is placed again."""
         is_first = not self._tracks
+        self._again.succeeded()
+        # Newer than what waits for a shard that is gone.
+        self._ask_again()
         gone = self._tracks.keys() - set(shards)
         for shard in gone:
             track = self._tracks.pop(shard)
@@ -261,7 +300,7 @@ class BlockPublisher:
         for shard in shards:
             self.counts.resyncs += 1
             track = self._tracks[shard]
-            track.backlog = deque(held.get(shard, ()))
+            track.backlog = dict.fromkeys(held.get(shard, ()))
             track.pending = dict.fromkeys(withdrawn.get(shard, ())) | track.pending
 
     async def _flush_shard(self, shard: str, track: _ShardTrack) -> float:
@@ -282,13 +321,14 @@ class BlockPublisher:
         started_s = self._clock()
         again: dict[BlockKey, Tier | None] = {}
         while track.backlog and len(again) < self._limits.resync_batch_size:
-            key = track.backlog.popleft()
-            if key in self._held:
-                again[key] = self._held[key].tier
+            for key in list(islice(track.backlog, self._limits.resync_batch_size - len(again))):
+                del track.backlog[key]
+                if key in self._held:
+                    again[key] = self._held[key].tier
         if not again:
             return 0.0
         if not await self._send(shard, track, again):
-            track.backlog.extendleft(reversed(again))
+            track.backlog = dict.fromkeys(again) | track.backlog
             return 0.0
         return self._limits.pause_factor * (self._clock() - started_s)
 

@@ -188,16 +188,23 @@ class RedisRegistry:
             live, rows = await self._read("lookup", batch, with_table=scan is None)
             if scan is None:
                 if live is None:
-                    return PrefixHits(unknown=True)
+                    break
                 scan = PrefixScan(lives(row.record for row in live.values()))
             scan.advance(rows)
             if not scan.is_open:
                 break
-        return PrefixHits() if scan is None else scan.hits()
+        hits = PrefixHits(unknown=bool(keys)) if scan is None else scan.hits()
+        if keys:
+            self._hooks.on_lookup(hits)
+        if scan is not None and scan.num_stale:
+            self._hooks.on_stale("lookup", scan.num_stale)
+        return hits
 
     async def tend(self) -> None:
         """Do a bounded part of the cleaning up; see `Registry.tend`."""
-        await self._sweeper.tick()
+        num_dropped = await self._sweeper.tick()
+        if num_dropped:
+            self._hooks.on_stale("sweep", num_dropped)
 
     async def close(self) -> None:
         """Close every connection."""

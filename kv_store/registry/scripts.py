@@ -5,6 +5,7 @@ A full server refuses only to publish: the scripts that keep leases and batch nu
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +24,19 @@ class Script:
         """Return the command that runs the script on `key`."""
         return ("EVALSHA", self.digest, 1, key, *args)
 
+    def on(self, keys: Sequence[bytes], *args: str | bytes | int) -> Command:
+        """Return the command that runs the script on several keys, which must lie in one slot."""
+        return ("EVALSHA", self.digest, len(keys), *keys, *args)
 
-def _load(name: str) -> Script:
-    text = (Path(__file__).parent / "lua" / f"{name}.lua").read_text(encoding="utf-8")
+
+def make_script(text: str) -> Script:
+    """Name a Lua script as a server does."""
     # The digest is the server's own name for the script, not a protection.
     return Script(text=text, digest=hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def _load(name: str) -> Script:
+    return make_script((Path(__file__).parent / "lua" / f"{name}.lua").read_text(encoding="utf-8"))
 
 
 PUBLISH = _load("publish")

@@ -18,7 +18,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kv_store.registry import scripts
 from kv_store.registry.connection import ShardAddress, ShardLimits
-from kv_store.registry.scripts import Command
+from kv_store.registry.protocol import PrefixHits
+from kv_store.registry.scripts import Command, Script
 
 __all__ = ["CircuitBreaker", "RegistryShard", "Reply", "ShardFailure", "ShardHooks", "ShardLimits"]
 
@@ -48,13 +49,25 @@ def _ignore_answer(shard: str, operation: str, seconds: float) -> None:
     del shard, operation, seconds
 
 
+def _ignore_lookup(hits: PrefixHits) -> None:
+    del hits
+
+
+def _ignore_stale(by: str, num_claims: int) -> None:
+    del by, num_claims
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardHooks:
-    """Who hears of what shards do; must not block."""
+    """Who hears of what shards do and what came of it; must not block."""
 
     on_failure: Callable[[ShardFailure], None] = _ignore_failure
     on_answer: Callable[[str, str, float], None] = _ignore_answer
     """Called with shard, operation and seconds for every pipeline that was answered."""
+    on_lookup: Callable[[PrefixHits], None] = _ignore_lookup
+    """Called with what every lookup found."""
+    on_stale: Callable[[str, int], None] = _ignore_stale
+    """Called with "lookup" (ignored them) or "sweep" (removed them), and how many claims of ended lives it met."""
 
 
 class CircuitBreaker:
@@ -90,11 +103,19 @@ class CircuitBreaker:
 class RegistryShard:
     """Connections to one Redis, used from one event loop."""
 
-    def __init__(self, address: ShardAddress, limits: ShardLimits, hooks: ShardHooks) -> None:
+    def __init__(
+        self,
+        address: ShardAddress,
+        limits: ShardLimits,
+        hooks: ShardHooks,
+        known_scripts: Sequence[Script] = scripts.ALL,
+    ) -> None:
+        """Connect lazily; `known_scripts` are those that commands may run."""
         self.name = address.name
         self.address = address
         self._limits = limits
         self._hooks = hooks
+        self._scripts = known_scripts
         self._breaker = CircuitBreaker(limits.cooldown_s)
         self._idle: list[AbstractConnection] = []
         self._may_send = asyncio.Semaphore(limits.max_connections)
@@ -158,7 +179,7 @@ class RegistryShard:
         replies = await self._pipeline(commands)
         if any(isinstance(reply, NoScriptError) for reply in replies):
             # A server that has restarted knows no scripts.
-            await self._pipeline([("SCRIPT", "LOAD", script.text) for script in scripts.ALL])
+            await self._pipeline([("SCRIPT", "LOAD", script.text) for script in self._scripts])
             replies = await self._pipeline(commands)
         return replies
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from redis.exceptions import RedisError
 
 from kv_store.registry.connection import ShardAccess, ShardAddress, ShardLimits
-from kv_store.registry.scripts import Command
+from kv_store.registry.scripts import ALL, Command, Script
 from kv_store.registry.shard import RegistryShard, Reply, ShardHooks
 from kv_store.sharding import RendezvousSharding
 from messages.handoff import BlockKey
@@ -71,8 +71,15 @@ class ShardSource(Protocol):
 class PlainServers:
     """A fixed list of servers; every process that has the same list agrees on the place of every key."""
 
-    def __init__(self, urls: Sequence[str], access: ShardAccess, limits: ShardLimits, hooks: ShardHooks) -> None:
-        """Connect lazily.
+    def __init__(
+        self,
+        urls: Sequence[str],
+        access: ShardAccess,
+        limits: ShardLimits,
+        hooks: ShardHooks,
+        known_scripts: Sequence[Script] = ALL,
+    ) -> None:
+        """Connect lazily; `known_scripts` are those that commands may run.
 
         Raises:
             ConfigError: No URL, a server twice, or a bad URL.
@@ -80,7 +87,7 @@ class PlainServers:
         addresses = [ShardAddress(url, access) for url in urls]
         names = tuple(address.name for address in addresses)
         placement = RendezvousSharding(names)
-        shards = tuple(RegistryShard(address, limits, hooks) for address in addresses)
+        shards = tuple(RegistryShard(address, limits, hooks, known_scripts) for address in addresses)
         self._view = ShardView(shards=shards, ids=names, homes=(b"",) * len(shards), placement=placement)
 
     async def view(self) -> ShardView:

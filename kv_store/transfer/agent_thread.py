@@ -5,8 +5,10 @@ moves unless somebody calls it, on the owner's side too: connections and reads o
 """
 
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -47,6 +49,7 @@ class AgentThread:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._flights: list[Flight] = []
         self._num_readers = 0
+        self._progressed_s = -math.inf
         self._local_kind = memory_kind(is_device=buffers[0].device.type != "cpu")
         started: Future[bytes] = Future()
         self._thread = threading.Thread(
@@ -169,11 +172,19 @@ class AgentThread:
             if call is None:
                 return False
             call()
-        # Progress for both directions. Nobody sends us notifications, and a dead peer shows in its own flights.
-        with suppress(*_NIXL_ERRORS):
-            self._agent.get_new_notifs()
+        self._progress()
         self._flights = [flight for flight in self._flights if not flight.advance(self)]
         return True
+
+    def _progress(self) -> None:
+        """Move what is under way in both directions, at most once per `BUSY_POLL_S`: posting and asking do it too."""
+        now_s = time.monotonic()
+        if now_s - self._progressed_s < BUSY_POLL_S:
+            return
+        self._progressed_s = now_s
+        # Nobody sends us notifications, and a dead peer shows in its own flights.
+        with suppress(*_NIXL_ERRORS):
+            self._agent.get_new_notifs()
 
     def _pause_s(self) -> float:
         if any(flight.has_pieces for flight in self._flights):

@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from messages.errors import PeerUnreachable, TransferError
+from messages.errors import PeerUnreachable, TransferError, TransferTimeout
 
 Descriptors = NDArray[np.uint64]
 """(n, 3): address, size in bytes, device index."""
@@ -77,6 +77,11 @@ class Flight:
         self._pieces.clear()
         self._error = self._error or error
 
+    def expire(self) -> None:
+        """Its time is over: the reader stops waiting; called on the event loop."""
+        if not self.outcome.done():
+            self.outcome.set_result(TransferTimeout("a read passed its deadline", agent_name=self.peer))
+
     def abandon(self, error: TransferError) -> None:
         """Nobody polls any more: tell the reader, and never call the destination quiet."""
         self.give_up(error)
@@ -86,16 +91,20 @@ class Flight:
         """Post one piece, look at the posted ones; True when the flight is over."""
         if self._pieces:
             self._post(agent)
-        states = [(handle, agent.state(handle)) for handle in self._posted]
-        if any(state == "ERR" for _, state in states):
-            self.give_up(PeerUnreachable("the peer is gone or its memory cannot be read", agent_name=self.peer))
-        self._posted = [handle for handle, state in states if state == "PROC"]
-        self._over += [handle for handle, state in states if state != "PROC"]
+        if self._posted:
+            self._look(agent)
         self._over = [handle for handle in self._over if not agent.release(handle)]
         if self._pieces or self._posted or self._over:
             return False
         self._call(self._settle)
         return True
+
+    def _look(self, agent: TransferAgent) -> None:
+        states = [(handle, agent.state(handle)) for handle in self._posted]
+        if any(state == "ERR" for _, state in states):
+            self.give_up(PeerUnreachable("the peer is gone or its memory cannot be read", agent_name=self.peer))
+        self._posted = [handle for handle, state in states if state == "PROC"]
+        self._over += [handle for handle, state in states if state != "PROC"]
 
     def _post(self, agent: TransferAgent) -> None:
         try:

@@ -207,17 +207,24 @@ class Request(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     model: _builtins.str
     salt: _builtins.bytes
     timeout_s: _builtins.float
     priority: _builtins.int
+    choice: _builtins.int
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
     def adapter(self) -> Global___Adapter: ...
+    @_builtins.property
+    def generated_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """A replay: tokens of its one choice that a lost worker generated, and the choice's number."""
+
     def __init__(
         self,
         *,
@@ -229,10 +236,12 @@ class Request(_message.Message):
         adapter: Global___Adapter | None = ...,
         timeout_s: _builtins.float | None = ...,
         priority: _builtins.int = ...,
+        generated_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "adapter", b"adapter", "sampling", b"sampling", "timeout_s", b"timeout_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "adapter", b"adapter", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "adapter", b"adapter", "choice", b"choice", "generated_token_ids", b"generated_token_ids", "model", b"model", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
     _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
@@ -298,6 +307,30 @@ class ReuseOffer(_message.Message):
 Global___ReuseOffer: _TypeAlias = ReuseOffer  # noqa: Y015
 
 @_typing.final
+class Reservation(_message.Message):
+    """Under which number the ledger holds the request's load on this worker until a heartbeat counts it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ISSUER_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    issuer: _builtins.str
+    sequence: _builtins.int
+    def __init__(
+        self,
+        *,
+        issuer: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["issuer", b"issuer", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reservation: _TypeAlias = Reservation  # noqa: Y015
+
+@_typing.final
 class SubmitUnified(_message.Message):
     """Run the whole request here."""
 
@@ -306,6 +339,7 @@ class SubmitUnified(_message.Message):
     REQUEST_FIELD_NUMBER: _builtins.int
     MAX_UNCACHED_TOKENS_FIELD_NUMBER: _builtins.int
     REUSE_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
     max_uncached_tokens: _builtins.int
     """Refuse (Failed with NEEDS_PREFILL) when more prompt tokens than this are neither cached here nor borrowed; absent:
     no limit.
@@ -314,16 +348,19 @@ class SubmitUnified(_message.Message):
     def request(self) -> Global___Request: ...
     @_builtins.property
     def reuse(self) -> Global___ReuseOffer: ...
+    @_builtins.property
+    def reservation(self) -> Global___Reservation: ...
     def __init__(
         self,
         *,
         request: Global___Request | None = ...,
         max_uncached_tokens: _builtins.int | None = ...,
         reuse: Global___ReuseOffer | None = ...,
+        reservation: Global___Reservation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_uncached_tokens", b"_max_uncached_tokens", "max_uncached_tokens", b"max_uncached_tokens", "request", b"request", "reuse", b"reuse"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_uncached_tokens", b"_max_uncached_tokens", "max_uncached_tokens", b"max_uncached_tokens", "request", b"request", "reservation", b"reservation", "reuse", b"reuse"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_uncached_tokens", b"_max_uncached_tokens", "max_uncached_tokens", b"max_uncached_tokens", "request", b"request", "reuse", b"reuse"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_uncached_tokens", b"_max_uncached_tokens", "max_uncached_tokens", b"max_uncached_tokens", "request", b"request", "reservation", b"reservation", "reuse", b"reuse"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_uncached_tokens: _TypeAlias = _typing.Literal["max_uncached_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_uncached_tokens: _TypeAlias = _typing.Literal["_max_uncached_tokens", b"_max_uncached_tokens"]  # noqa: Y015
@@ -339,19 +376,23 @@ class SubmitPrefill(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     REUSE_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request(self) -> Global___Request: ...
     @_builtins.property
     def reuse(self) -> Global___ReuseOffer: ...
+    @_builtins.property
+    def reservation(self) -> Global___Reservation: ...
     def __init__(
         self,
         *,
         request: Global___Request | None = ...,
         reuse: Global___ReuseOffer | None = ...,
+        reservation: Global___Reservation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "reuse", b"reuse"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "reservation", b"reservation", "reuse", b"reuse"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "reuse", b"reuse"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "reservation", b"reservation", "reuse", b"reuse"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -365,19 +406,23 @@ class Prepare(_message.Message):
 
     REQUEST_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def request(self) -> Global___Request: ...
     @_builtins.property
     def handoff(self) -> Global___Handoff: ...
+    @_builtins.property
+    def reservation(self) -> Global___Reservation: ...
     def __init__(
         self,
         *,
         request: Global___Request | None = ...,
         handoff: Global___Handoff | None = ...,
+        reservation: Global___Reservation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "request", b"request", "reservation", b"reservation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "request", b"request"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "request", b"request", "reservation", b"reservation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -889,10 +934,15 @@ class Welcome(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    STEP_TOKENS_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     pool: _builtins.str
     role: _builtins.str
+    step_tokens: _builtins.int
+    """Most tokens of one step, and most prompt tokens of one request in it."""
+    chunk_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -900,10 +950,12 @@ class Welcome(_message.Message):
         incarnation: _builtins.str = ...,
         pool: _builtins.str = ...,
         role: _builtins.str = ...,
+        step_tokens: _builtins.int = ...,
+        chunk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "pool", b"pool", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_tokens", b"chunk_tokens", "incarnation", b"incarnation", "pool", b"pool", "role", b"role", "step_tokens", b"step_tokens", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -975,11 +1027,16 @@ class Load(_message.Message):
     DRAINING_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     RATES_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
+    ADMITTED_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     waiting: _builtins.int
     handoffs: _builtins.int
     queued_prefill_tokens: _builtins.int
     draining: _builtins.bool
+    context_tokens: _builtins.int
+    """Tokens of KV that running requests attend to."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupLoad]: ...
     @_builtins.property
@@ -988,6 +1045,14 @@ class Load(_message.Message):
 
     @_builtins.property
     def rates(self) -> Global___Rates: ...
+    @_builtins.property
+    def times(self) -> Global___StepTimes:
+        """Absent: no step was measured yet."""
+
+    @_builtins.property
+    def admitted(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admitted]:
+        """Reservations whose requests this load has in it."""
+
     def __init__(
         self,
         *,
@@ -999,14 +1064,74 @@ class Load(_message.Message):
         draining: _builtins.bool = ...,
         counters: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         rates: Global___Rates | None = ...,
+        context_tokens: _builtins.int = ...,
+        times: Global___StepTimes | None = ...,
+        admitted: _abc.Iterable[Global___Admitted] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rates", b"rates", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "draining", b"draining", "groups", b"groups", "handoffs", b"handoffs", "queued_prefill_tokens", b"queued_prefill_tokens", "rates", b"rates", "running", b"running", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "context_tokens", b"context_tokens", "counters", b"counters", "draining", b"draining", "groups", b"groups", "handoffs", b"handoffs", "queued_prefill_tokens", b"queued_prefill_tokens", "rates", b"rates", "running", b"running", "times", b"times", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
+
+@_typing.final
+class StepTimes(_message.Message):
+    """How long a step takes: the sum of these times what it computes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    DECODE_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    base_ms: _builtins.float
+    prefill_token_ms: _builtins.float
+    decode_token_ms: _builtins.float
+    context_token_ms: _builtins.float
+    def __init__(
+        self,
+        *,
+        base_ms: _builtins.float = ...,
+        prefill_token_ms: _builtins.float = ...,
+        decode_token_ms: _builtins.float = ...,
+        context_token_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_ms", b"base_ms", "context_token_ms", b"context_token_ms", "decode_token_ms", b"decode_token_ms", "prefill_token_ms", b"prefill_token_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTimes: _TypeAlias = StepTimes  # noqa: Y015
+
+@_typing.final
+class Admitted(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ISSUER_FIELD_NUMBER: _builtins.int
+    THROUGH_FIELD_NUMBER: _builtins.int
+    BEYOND_FIELD_NUMBER: _builtins.int
+    issuer: _builtins.str
+    through: _builtins.int
+    """Every sequence up to this one."""
+    @_builtins.property
+    def beyond(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        issuer: _builtins.str = ...,
+        through: _builtins.int = ...,
+        beyond: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beyond", b"beyond", "issuer", b"issuer", "through", b"through"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Admitted: _TypeAlias = Admitted  # noqa: Y015
 
 @_typing.final
 class Rates(_message.Message):

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 START = """
-import os, sys, torch
+import os, time, torch
 from kv_store.transfer.nixl import NixlTransport
 from messages.errors import TransferError
+started_s = time.monotonic()
 try:
     NixlTransport("worker/1", torch.zeros(4096, dtype=torch.uint8))
 except TransferError as error:
-    print(error, flush=True)
+    print(time.monotonic() - started_s, error, flush=True)
     os._exit(7)
 os._exit(0)
 """
@@ -55,12 +55,11 @@ def test_twenty_lives_of_a_peer_leave_no_registration_behind(tmp_path: Path) -> 
 
 @pytest.mark.nixl
 def test_a_transport_that_cannot_start_says_so_soon() -> None:
-    """Case 24."""
-    started_s = time.monotonic()
-
+    """Case 24: with its reason, in less than 10 s."""
     ended = run(["-c", START], UCX_TLS="no_such_transport")
 
     assert ended.returncode == 7, ended.stderr
-    assert "transfer" in ended.stdout
-    assert "NIXL_ERR_BACKEND" in ended.stdout
-    assert time.monotonic() - started_s < 30
+    seconds, _, reason = ended.stdout.partition(" ")
+    assert "transfer" in reason
+    assert "NIXL_ERR_BACKEND" in reason
+    assert float(seconds) < 10

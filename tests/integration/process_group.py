@@ -7,7 +7,9 @@ process may be killed, stopped, started again and told to inject faults.
 import asyncio
 import json
 import os
+import random
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -28,20 +30,29 @@ from deployments.preflight import free_ports
 from kv_store.embedded import EmbeddedValkey
 from kvferry import AsyncClient
 from telemetry.metrics import WorkerSample
-from tests.integration.worker_pair import VOCAB, save_tiny_model
+from tests.integration.worker_pair import VOCAB, is_free, save_tiny_model
 
 BLOCK = 8
+END = "<end>"
 WORKER_START_TIMEOUT_S = 120.0
 _AT_START = "engine.preempt_once"
 
 
 def save_model_with_tokenizer(folder: Path) -> Path:
     save_tiny_model(folder)
-    backend = Backend(models.WordLevel({f"w{number}": number for number in range(VOCAB)}, unk_token="w0"))
+    words = {f"w{number}": number for number in range(VOCAB) if number != 2} | {END: 2}
+    backend = Backend(models.WordLevel(words, unk_token="w0"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="w2").save_pretrained(folder)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END)
+    wrapped.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    wrapped.save_pretrained(folder)
     return folder
+
+
+def words_of(tokens: list[int]) -> str:
+    """The text that these tokens are made from."""
+    return " ".join(f"w{token}" for token in tokens)
 
 
 @dataclass(slots=True)
@@ -68,15 +79,22 @@ class WorkerProcess:
 
     async def set_faults(self, text: str) -> None:
         """Replace what is injected; counting starts anew."""
+        if text != self.faults:
+            assert await self._tell(f"faults {text}") == "ok"
+            self.faults = text
+
+    async def num_peers(self) -> int:
+        """Lives of other workers that it knows, or whose memory is mapped, whichever are more."""
+        return int(await self._tell("peers"))
+
+    async def _tell(self, line: str) -> str:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        if text == self.faults:
-            return
-        self.process.stdin.write(f"faults {text}\n".encode())
+        self.process.stdin.write(f"{line}\n".encode())
         await self.process.stdin.drain()
         answer = await asyncio.wait_for(self.process.stdout.readline(), 10)
-        assert answer == b"ok\n", (answer, self.log.read_text()[-2000:])
-        self.faults = text
+        assert answer, self.log.read_text()[-2000:]
+        return answer.decode().strip()
 
 
 class ProcessGroup:
@@ -92,6 +110,7 @@ class ProcessGroup:
         num_blocks: int = 64,
         lease_s: float = 3.0,
         read_deadline_s: float = 1.5,
+        keeps_addresses: bool = False,
         **model: Any,
     ) -> None:
         """Prepare.
@@ -104,10 +123,12 @@ class ProcessGroup:
             num_blocks: KV blocks of each worker.
             lease_s: Of a hand-off.
             read_deadline_s: Of a read of blocks.
+            keeps_addresses: Whether every life of a worker listens on the same port.
             **model: Further fields of ModelConfig.
         """
         self._scratch = scratch
         self._roles = workers
+        self._ports = dict(zip(workers, _fixed_ports(len(workers)), strict=True)) if keeps_addresses else {}
         self.shards = EmbeddedValkey(num_shards, scratch)
         self.workers: dict[str, WorkerProcess] = {}
         self._exits = AsyncExitStack()
@@ -117,9 +138,8 @@ class ProcessGroup:
                     name="tiny",
                     source=str(folder),
                     dtype="float32",
-                    block_size=BLOCK,
                     kv_num_blocks=num_blocks,
-                    **({"prefill_chunk_tokens": 16, "max_batch_tokens": 32} | model),
+                    **({"block_size": BLOCK, "prefill_chunk_tokens": 16, "max_batch_tokens": 32} | model),
                 )
             ],
             "pools": [
@@ -154,7 +174,7 @@ class ProcessGroup:
         config_file = self._scratch / "config.json"
         config_file.write_text(json.dumps(self.config.model_dump(mode="json")))
         log = self._scratch / f"{worker_id}.log"
-        arguments = [str(config_file), self._roles[worker_id], worker_id]
+        arguments = [str(config_file), self._roles[worker_id], worker_id, str(self._ports.get(worker_id, 0))]
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
@@ -206,19 +226,16 @@ class ProcessGroup:
         """The worker's newest heartbeat."""
         return next(sample for sample in self.gateway.links.samples() if sample.worker_id == worker_id)
 
+    def num_requests(self, code: str) -> float:
+        """Requests that have ended so, says the gateway's metric."""
+        page, labels = self.gateway.service._metrics.registry, {"model": "tiny", "code": code}
+        return page.get_sample_value("kvferry_requests_total", labels) or 0.0
+
     def is_at_baseline(self) -> bool:
         """Whether the gateway has no request, and no living worker holds anything for anybody."""
         samples = self.gateway.links.samples()
         # Heartbeats are a moment old; the gateway is the last to let a request go.
-        return (
-            self.gateway.service.num_running == 0
-            and bool(samples)
-            and all(
-                sample.running == sample.waiting == sample.handoffs == 0
-                and all(group.referenced == 0 and group.free + group.cached == group.total for group in sample.groups)
-                for sample in samples
-            )
-        )
+        return self.gateway.service.num_running == 0 and bool(samples) and all(map(is_free, samples))
 
     async def until_baseline(self, timeout_s: float = 6.0) -> None:
         await self.until(self.is_at_baseline, timeout_s)
@@ -251,6 +268,24 @@ class Reference:
                 out = self._model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=max_tokens)
             self._known[key] = out[0, len(prompt) :].tolist()
         return self._known[key]
+
+    def logprobs(self, tokens: list[int]) -> torch.Tensor:
+        """Log probabilities of what may follow each token, (T, V)."""
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(torch.tensor([tokens])).logits[0]
+        return logits.log_softmax(-1)
+
+
+def _fixed_ports(count: int) -> list[int]:
+    """Free ports that the system gives to no outgoing connection, so that they stay free between two lives."""
+    ports: list[int] = []
+    for port in random.sample(range(20_000, 30_000), 1000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            ports.append(port)
+        if len(ports) == count:
+            break
+    return ports
 
 
 def make_prompt(length: int, seed: int) -> list[int]:

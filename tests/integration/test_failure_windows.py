@@ -8,6 +8,7 @@ nothing had been.
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def reference(folder: Path) -> Reference:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def whole_group(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ProcessGroup]:
-    async with ProcessGroup(folder, tmp_path_factory.mktemp("group"), WORKERS) as group:
+    async with ProcessGroup(folder, tmp_path_factory.mktemp("group"), WORKERS, keeps_addresses=True) as group:
         yield group
 
 
@@ -191,6 +192,19 @@ def assert_right(story: Story, reference: Reference) -> None:
     assert story.tokens == reference(story.prompt, story.max_tokens)
 
 
+def assert_begins_right(story: Story, reference: Reference) -> None:
+    assert story.tokens == reference(story.prompt, story.max_tokens)[: len(story.tokens)]
+
+
+@asynccontextmanager
+async def counted(group: ProcessGroup, code: str) -> AsyncIterator[list[Story]]:
+    """Afterwards the metric of this outcome has risen by as many as there are stories in the list."""
+    stories: list[Story] = []
+    before = group.num_requests(code)
+    yield stories
+    await group.until(lambda: group.num_requests(code) == before + len(stories))
+
+
 def windows(*in_every_run: str) -> pytest.MarkDecorator:
     """All windows; those whose first word is not named only with full counts."""
     return pytest.mark.parametrize(
@@ -205,15 +219,19 @@ def windows(*in_every_run: str) -> pytest.MarkDecorator:
 @windows("W1", "W2", "W3", "W4", "W5", "W7")
 @pytest.mark.parametrize("how", ["leaves the stream", pytest.param("closes the socket", marks=pytest.mark.slow)])
 async def test_the_client_goes(group: ProcessGroup, reference: Reference, window: Window, how: str) -> None:
+    """Rule 4: from every state everything is given back."""
     client = AsyncClient(f"127.0.0.1:{group.config.gateway.grpc_port}")
-    story, blockers = await bring_to(group, window, client)
+    async with counted(group, "CANCELLED") as cancelled:
+        story, blockers = await bring_to(group, window, client)
+        cancelled.append(story)
 
-    if how == "leaves the stream":
-        story.task.cancel()
+        if how == "leaves the stream":
+            story.task.cancel()
+            await asyncio.wait([story.task])
+        await client.close()
         await asyncio.wait([story.task])
-    await client.close()
-    await asyncio.wait([story.task])
 
+    assert_begins_right(story, reference)
     for blocker in blockers:
         await blocker.end()
         assert_right(blocker, reference)
@@ -224,43 +242,74 @@ async def test_the_client_goes(group: ProcessGroup, reference: Reference, window
 @pytest.mark.parametrize("blow", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=str)
 async def test_prefill_goes(group: ProcessGroup, reference: Reference, window: Window, blow: signal.Signals) -> None:
     """Another prefill worker computes the prompt, or decode computes what it lacks; the client sees nothing of it."""
-    story, blockers = await bring_to(group, window)
+    async with counted(group, "OK") as well:
+        story, blockers = await bring_to(group, window)
 
-    group.workers[prefill_of(story)].send_signal(blow)
+        group.workers[prefill_of(story)].send_signal(blow)
 
-    for one in (story, *blockers):
-        await one.end()
-        assert_right(one, reference)
+        for one in (story, *blockers):
+            await one.end()
+            assert_right(one, reference)
+            well.append(one)
     await check_afterwards(group, reference, story)
+
+
+@pytest.mark.parametrize(
+    "num_lives", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(900)])], ids=str
+)
+async def test_prefill_restarts_on_its_address(group: ProcessGroup, reference: Reference, num_lives: int) -> None:
+    """Cases 2 and 3: decode reads from every life, and keeps no more registrations than there are live peers."""
+    decode = group.workers["d1"]
+    for number in range(num_lives + 1):
+        prompt = make_prompt(60, SEEDS.next())
+        answer = await group.client.generate(prompt, max_tokens=4, temperature=0, ignore_eos=True)
+        assert list(answer.token_ids) == reference(prompt, 4)
+        # Of idle ones the first is chosen.
+        assert (answer.provenance.prefill_worker, answer.provenance.decode_computed_tokens) == ("p1", 0)
+        if number < num_lives:
+            await group.workers["p1"].kill()
+            await group.start("p1")
+            await group.until_live(*WORKERS)
+            async with asyncio.timeout(10):
+                while await decode.num_peers() > len(PREFILL):  # noqa: ASYNC110 - it is in another process
+                    await asyncio.sleep(0.1)
+
+    assert group.workers["d1"] is decode
+    assert decode.is_alive
+    await group.until_baseline()
 
 
 @windows("W2", "W4", "W5")
 @pytest.mark.parametrize("num_lost", [pytest.param(1, marks=pytest.mark.slow), 2])
 async def test_registry_shards_go(group: ProcessGroup, reference: Reference, window: Window, num_lost: int) -> None:
-    story, blockers = await bring_to(group, window)
+    async with counted(group, "OK") as well:
+        story, blockers = await bring_to(group, window)
 
-    for index in range(num_lost):
-        group.shards.kill_shard(index)
+        for index in range(num_lost):
+            group.shards.kill_shard(index)
 
-    for one in (story, *blockers):
-        await one.end()
-        assert_right(one, reference)
+        for one in (story, *blockers):
+            await one.end()
+            assert_right(one, reference)
+            well.append(one)
     await check_afterwards(group, reference, story)
 
 
 @windows("W2", "W4", "W5", "W7")
 async def test_decode_goes(group: ProcessGroup, reference: Reference, window: Window) -> None:
     """Before token 1 the request may be placed anew; afterwards it ends in one error that has the tokens so far."""
-    story, blockers = await bring_to(group, window)
+    async with counted(group, "UNAVAILABLE") as lost:
+        story, blockers = await bring_to(group, window)
 
-    await group.workers["d1"].kill()
+        await group.workers["d1"].kill()
 
-    for one in (story, *blockers):
-        await one.end()
-        assert one.num_endings == 1
-        assert one.error is not None
-        assert one.error.retryable
-        assert one.tokens == reference(one.prompt, one.max_tokens)[: len(one.tokens)]
+        for one in (story, *blockers):
+            await one.end()
+            assert one.num_endings == 1
+            assert one.error is not None
+            assert one.error.retryable
+            assert_begins_right(one, reference)
+            lost.append(one)
     await check_afterwards(group, reference, story)
 
 
@@ -286,11 +335,13 @@ async def test_every_message_comes_twice(group: ProcessGroup, reference: Referen
         max_tokens=window.max_tokens,
         num_blockers=window.num_blockers,
     )
-    story, blockers = await bring_to(group, twice)
+    async with counted(group, "OK") as well:
+        story, blockers = await bring_to(group, twice)
 
-    for one in (story, *blockers):
-        await one.end()
-        assert_right(one, reference)
+        for one in (story, *blockers):
+            await one.end()
+            assert_right(one, reference)
+            well.append(one)
     await check_afterwards(group, reference, story)
 
 

@@ -13,8 +13,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerFast
 
 from messages.requests import Grammar, GrammarKind
-from tests.integration.worker_group import WorkerGroup, golden, prompt, warm
-from tests.integration.worker_pair import BLOCK, VOCAB, save_tiny_model
+from tests.integration.worker_group import WorkerGroup, warm
+from tests.integration.worker_pair import BLOCK, VOCAB, golden, prompt, save_tiny_model
 
 WINDOW = 12
 TWO = {"a": "unified", "b": "unified"}
@@ -72,7 +72,7 @@ async def test_b_reads_what_a_has_and_computes_the_rest(two: WorkerGroup, folder
 
     answer = await two.run_on("b", tokens, two.source("a", length // BLOCK))
 
-    assert answer.tokens[0] == golden(folder, tokens)
+    assert answer.tokens[0] == await golden(folder, tokens)
     assert (answer.cached_tokens, answer.done.reused_tokens) == (held, held)
     assert answer.done.computed_prompt_tokens == length - held >= 1
     assert list(answer.done.reused_from) == (["a"] if held else [])
@@ -89,7 +89,7 @@ async def test_only_what_is_missing_is_read(two: WorkerGroup, folder: Path) -> N
 
     answer = await two.run_on("b", tokens, two.source("a", 7))
 
-    assert answer.tokens[0] == golden(folder, tokens)
+    assert answer.tokens[0] == await golden(folder, tokens)
     assert (answer.cached_tokens, answer.done.reused_tokens, answer.done.computed_prompt_tokens) == (56, 32, 4)
     await two.until_baseline()
     assert two.counter("b", "prompt_tokens_remote_cache_total") == 32
@@ -107,7 +107,7 @@ async def test_what_was_borrowed_is_published_and_lent_on(folder: Path) -> None:
 
         answer = await group.run_on("c", tokens, group.source("b", 7), name="third")
 
-        assert answer.tokens[0] == golden(folder, tokens)
+        assert answer.tokens[0] == await golden(folder, tokens)
         assert list(answer.done.reused_from) == ["b"]
         await group.until_baseline()
 
@@ -124,11 +124,11 @@ async def test_the_router_sends_the_prefix_along_when_its_holder_is_busy(two: Wo
 
         second, again = await two.ask(tokens, name="second")
 
-    assert first == second == golden(folder, tokens)
+    assert first == second == await golden(folder, tokens)
     assert (route.cached_tokens, again.cached_tokens) == (0, 80)
     assert (again.provenance.decode_worker, again.provenance.reused_from) == (other, (holder,))
     assert (again.provenance.reused_tokens, again.provenance.decode_computed_tokens) == (80, 7)
-    assert two.router._metrics.registry.get_sample_value("kvferry_router_reuse_total", {"verdict": "fetch"}) == 1
+    assert two.router.metrics.registry.get_sample_value("kvferry_router_reuse_total", {"verdict": "fetch"}) == 1
     await two.until_baseline()
 
 
@@ -145,7 +145,7 @@ async def test_a_prefix_is_not_fetched_where_computing_is_cheaper(folder: Path) 
 
             got, route = await group.ask(tokens, name="second")
 
-        assert got == golden(folder, tokens)
+        assert got == await golden(folder, tokens)
         assert (route.provenance.decode_worker, route.provenance.reused_tokens, route.cached_tokens) == ("b", 0, 0)
         await group.until_baseline()
 
@@ -158,7 +158,7 @@ async def test_two_owners_give_a_part_each(folder: Path) -> None:
 
         answer = await group.run_on("c", tokens, group.source("a", 12), group.source("b", 5))
 
-        assert answer.tokens[0] == golden(folder, tokens)
+        assert answer.tokens[0] == await golden(folder, tokens)
         assert list(answer.done.reused_from) == ["b", "a"]
         assert (answer.done.reused_tokens, answer.done.blocks_moved) == (96, 12)
         await group.until_baseline()
@@ -173,13 +173,13 @@ async def test_a_model_with_a_window_reads_only_what_the_window_sees(windowed: P
 
         answer = await group.run_on("b", tokens, group.source("a", length // BLOCK))
 
-        assert answer.tokens[0] == golden(windowed, tokens)
+        assert answer.tokens[0] == await golden(windowed, tokens)
         assert answer.done.reused_tokens == held
         # A hit needs the blocks that cover its last tokens, and no others.
         assert answer.done.blocks_moved <= -(-WINDOW // BLOCK) + 1
         for shorter in (20, 33, 60):
             part = await group.run_on("b", tokens[:shorter], name=f"part{shorter}")
-            assert part.tokens[0] == golden(windowed, tokens[:shorter])
+            assert part.tokens[0] == await golden(windowed, tokens[:shorter])
         await group.until_baseline()
 
 
@@ -203,7 +203,7 @@ async def test_a_prompt_whose_log_probabilities_are_wanted_is_computed_whole(two
 
     answer = await two.run_on("b", tokens, two.source("a", 7), prompt_logprobs=1)
 
-    assert answer.tokens[0] == golden(folder, tokens)
+    assert answer.tokens[0] == await golden(folder, tokens)
     assert (answer.num_logprobs, answer.done.computed_prompt_tokens) == (60, 60)
     assert two.counter("a", "lends_total") == 0
     await two.until_baseline()
@@ -216,7 +216,7 @@ async def test_a_worker_lends_no_more_than_it_is_told_to(folder: Path) -> None:
 
         answer = await group.run_on("b", tokens, group.source("a", 7))
 
-        assert answer.tokens[0] == golden(folder, tokens)
+        assert answer.tokens[0] == await golden(folder, tokens)
         assert answer.done.reused_tokens == 0
         await group.until_baseline()
 
@@ -247,7 +247,7 @@ async def test_a_prefill_worker_borrows_and_hands_off_the_whole(folder: Path) ->
 
             got, route = await group.ask(tokens, name="second")
 
-        assert got == golden(folder, tokens)
+        assert got == await golden(folder, tokens)
         assert (route.provenance.prefill_worker, route.provenance.reused_from) == (other, (holder,))
         assert (route.provenance.reused_tokens, route.provenance.prefill_computed_tokens) == (80, 20)
         assert route.cached_tokens == 80
@@ -264,7 +264,7 @@ async def test_a_decode_worker_fetches_what_it_lacks_and_computes_the_short_rest
 
         got, route = await group.ask(tokens, name="second")
 
-        assert got == golden(folder, tokens)
+        assert got == await golden(folder, tokens)
         assert (route.provenance.prefill_worker, route.provenance.reused_from) == ("", ("p",))
         assert (route.provenance.reused_tokens, route.provenance.decode_computed_tokens) == (80, 6)
         await group.until_baseline()
@@ -278,7 +278,7 @@ async def test_a_decode_worker_whose_fetch_fails_asks_for_a_prefill(folder: Path
 
         got, route = await group.ask(tokens, name="second")
 
-        assert got == golden(folder, tokens)
+        assert got == await golden(folder, tokens)
         assert route.provenance.prefill_worker == "p"
         await group.until_baseline()
 
@@ -294,7 +294,7 @@ async def test_many_at_once_borrow_from_each_other(folder: Path) -> None:
             *(group.ask(tokens, max_tokens=12, name=f"r{number}") for number, tokens in enumerate(prompts))
         )
 
-        assert [tokens for tokens, _ in answers] == [golden(folder, tokens, 12) for tokens in prompts]
+        assert [tokens for tokens, _ in answers] == [await golden(folder, tokens, 12) for tokens in prompts]
         assert time.monotonic() - started_s < 30
         await group.until_baseline()
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.worker_group import WorkerGroup, golden, prompt, warm
-from tests.integration.worker_pair import save_tiny_model
+from tests.integration.worker_group import WorkerGroup, warm
+from tests.integration.worker_pair import golden, prompt, save_tiny_model
 
 TWO = {"a": "unified", "b": "unified"}
 THREE = TWO | {"c": "unified"}
@@ -36,7 +36,7 @@ async def test_a_lender_that_has_evicted_lends_what_is_left(folder: Path) -> Non
 
         answer = await group.run_on("b", tokens, group.source("a", 8))
 
-        assert answer.tokens[0] == golden(folder, tokens)
+        assert answer.tokens[0] == await golden(folder, tokens)
         assert 0 < answer.done.reused_tokens < 56
         assert answer.done.computed_prompt_tokens == 64 - answer.done.reused_tokens
         await group.until_baseline()
@@ -47,7 +47,7 @@ async def test_a_lender_that_holds_nothing_costs_one_call(two: WorkerGroup, fold
 
     answer = await two.run_on("b", tokens, two.source("a", 6))
 
-    assert answer.tokens[0] == golden(folder, tokens)
+    assert answer.tokens[0] == await golden(folder, tokens)
     assert (answer.cached_tokens, answer.done.reused_tokens, answer.done.computed_prompt_tokens) == (0, 0, 50)
     await two.until_baseline()
     assert (two.counter("a", "lends_refused_total"), two.counter("b", "reuse_failures_total")) == (1, 1)
@@ -66,7 +66,7 @@ async def test_a_wrong_hint_costs_a_recompute_at_most(
 
     answer = await two.run_on("b", tokens, replace(two.source("a", 6), **wrong))
 
-    assert answer.tokens[0] == golden(folder, tokens)
+    assert answer.tokens[0] == await golden(folder, tokens)
     assert answer.done.reused_tokens == (48 if "num_blocks" in wrong else 0)
     await two.until_baseline()
 
@@ -82,7 +82,7 @@ async def test_a_lender_that_dies_in_the_middle_of_the_read_costs_a_recompute(tw
 
         answer = await two.answer(exchange)
 
-    assert answer.tokens[0] == golden(folder, tokens)
+    assert answer.tokens[0] == await golden(folder, tokens)
     assert (answer.done.reused_tokens, answer.done.computed_prompt_tokens) == (0, 100)
     await two.until(lambda: all(group.referenced == 0 for group in two.sample("b").groups))
 
@@ -103,8 +103,8 @@ async def test_a_silent_lender_delays_one_request_and_its_late_bytes_reach_nobod
 
         again = await group.run_on("b", tokens, name="again")
 
-    assert meanwhile.tokens[0] == golden(folder, others)
-    assert answer.tokens[0] == again.tokens[0] == golden(folder, tokens)
+    assert meanwhile.tokens[0] == await golden(folder, others)
+    assert answer.tokens[0] == again.tokens[0] == await golden(folder, tokens)
     assert answer.done.reused_tokens == 0
     assert kept > 0
 
@@ -136,7 +136,7 @@ async def test_a_lease_that_ends_before_close_costs_a_recompute(folder: Path) ->
 
         answer = await group.run_on("b", tokens, group.source("a", 7))
 
-        assert answer.tokens[0] == golden(folder, tokens)
+        assert answer.tokens[0] == await golden(folder, tokens)
         assert answer.done.reused_tokens == 0
         await group.until_baseline(4.0)
 
@@ -150,7 +150,7 @@ async def test_bytes_that_changed_on_their_way_are_found_and_never_cached(folder
         answer = await group.run_on("b", tokens, group.source("a", 7))
         again = await group.run_on("b", tokens, name="again")
 
-        assert answer.tokens[0] == again.tokens[0] == golden(folder, tokens)
+        assert answer.tokens[0] == again.tokens[0] == await golden(folder, tokens)
         assert answer.done.reused_tokens < 56
         await group.until_baseline()
 
@@ -163,7 +163,7 @@ async def test_the_part_of_an_owner_that_is_gone_is_asked_of_the_other(folder: P
 
         answer = await group.run_on("c", tokens, group.source("a", 12), gone)
 
-        assert answer.tokens[0] == golden(folder, tokens)
+        assert answer.tokens[0] == await golden(folder, tokens)
         assert (list(answer.done.reused_from), answer.done.reused_tokens) == (["a"], 96)
         await group.until_baseline()
 
@@ -176,7 +176,7 @@ async def test_the_good_prefix_ends_where_the_first_part_came_short(folder: Path
 
         answer = await group.run_on("c", tokens, gone, group.source("b", 5))
 
-        assert answer.tokens[0] == golden(folder, tokens)
+        assert answer.tokens[0] == await golden(folder, tokens)
         assert (list(answer.done.reused_from), answer.done.reused_tokens) == (["b"], 40)
         await group.until_baseline()
 

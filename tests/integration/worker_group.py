@@ -7,19 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-from transformers import AutoModelForCausalLM
-
 from cluster.pools import Role
 from deployments.config import PoolConfig
 from deployments.config_kv import ReuseConfig
 from deployments.worker_links import Exchange
 from messages.errors import ServingError
-from messages.requests import GenerationRequest, RequestId, SamplingParams
 from messages.reuse import PrefixSource, ReuseOffer
 from messages.v1 import worker_pb2 as pb
 from messages.wire import error_from_wire, request_to_wire, reuse_to_wire, tokens_from_wire
-from tests.integration.worker_pair import VOCAB, WorkerPair
+from tests.integration.worker_pair import WorkerPair
 
 EAGER = {"min_tokens": 1, "overhead_ms": 0.0, "margin": 0.0}
 """Prefixes move whenever somebody holds more."""
@@ -69,13 +65,7 @@ class WorkerGroup(WorkerPair):
         self, worker_id: str, prompt: list[int], *sources: PrefixSource, name: str = "r", **sampling: Any
     ) -> AsyncIterator[Exchange]:
         """A request that runs; leaving aborts it."""
-        defaults = {"max_tokens": 8, "temperature": 0.0, "end_token_ids": (2,), "seed": 1}
-        request = GenerationRequest(
-            request_id=RequestId(name),
-            model="tiny",
-            prompt_token_ids=tuple(prompt),
-            sampling=SamplingParams(**(defaults | sampling)),
-        )
+        request = self.request(prompt, name=name, **sampling)
         submit = pb.SubmitUnified(request=request_to_wire(request), reuse=reuse_to_wire(ReuseOffer(sources=sources)))
         exchange = self.router.exchange(request.request_id)
         exchange.join("decode", self.router.link(worker_id))
@@ -114,15 +104,3 @@ class WorkerGroup(WorkerPair):
 async def warm(group: WorkerGroup, worker_id: str, tokens: list[int]) -> None:
     """Let a worker hold the full blocks of a prompt."""
     await group.run_on(worker_id, tokens, name=f"warm-{worker_id}-{len(tokens)}-{tokens[0]}", max_tokens=1)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return [3 + (seed * 53 + position * position * 7 + position) % (VOCAB - 3) for position in range(length)]
-
-
-def golden(folder: Path, tokens: list[int], max_tokens: int = 8) -> list[int]:
-    """What transformers generates."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    with torch.inference_mode():
-        out = model.generate(torch.tensor([tokens]), do_sample=False, max_new_tokens=max_tokens)
-    return out[0, len(tokens) :].tolist()

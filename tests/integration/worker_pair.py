@@ -4,6 +4,7 @@ Real engine and model (tiny, random weights), loopback transport, in-memory regi
 """
 
 import asyncio
+import functools
 import time
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from deployments.config import AppConfig, ModelConfig, PoolConfig
 from deployments.config_kv import HandoffConfig
 from deployments.gateway.gateway import routing_rules
-from deployments.router import Route, Router
+from deployments.route import Route
+from deployments.router import Router
 from deployments.worker.model_host import load_host
 from deployments.worker.runtime import WorkerParts, WorkerRuntime, agent_name
 from deployments.worker_links import WorkerLinks
@@ -29,23 +31,58 @@ from telemetry.metrics import GatewayMetrics, WorkerSample
 
 BLOCK = 8
 VOCAB = 97
+_MODEL: dict[str, Any] = {
+    "dtype": "float32",
+    "block_size": BLOCK,
+    "prefill_chunk_tokens": 16,
+    "max_batch_tokens": 32,
+}
 
 
-def save_tiny_model(folder: Path) -> Path:
+def save_tiny_model(folder: Path, **config: Any) -> Path:
+    """A model with random weights, the same every time; `config` replaces fields of its LlamaConfig."""
     torch.manual_seed(7)
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    fields = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    LlamaForCausalLM(LlamaConfig(**(fields | config))).save_pretrained(folder)
     return folder
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [3 + (seed * 53 + position * position * 7 + position) % (VOCAB - 3) for position in range(length)]
+
+
+@functools.cache
+def _reference(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+async def golden(folder: Path, tokens: list[int], max_tokens: int = 8) -> list[int]:
+    """What transformers generates; in a thread, for the workers' leases are renewed on this loop."""
+
+    def generate() -> list[int]:
+        with torch.inference_mode():
+            out = _reference(folder).generate(torch.tensor([tokens]), do_sample=False, max_new_tokens=max_tokens)
+        generated: list[int] = out[0, len(tokens) :].tolist()
+        return generated
+
+    return await asyncio.to_thread(generate)
+
+
+def is_free(sample: WorkerSample) -> bool:
+    """Whether a worker holds nothing for anybody."""
+    return sample.running == sample.waiting == sample.handoffs == 0 and all(
+        group.referenced == 0 and group.free + group.cached == group.total for group in sample.groups
+    )
 
 
 class WorkerPair:
@@ -70,10 +107,8 @@ class WorkerPair:
                 ModelConfig(
                     name="tiny",
                     source=str(folder),
-                    dtype="float32",
-                    block_size=BLOCK,
                     kv_num_blocks=num_blocks,
-                    **({"prefill_chunk_tokens": 16, "max_batch_tokens": 32} | model),
+                    **(_MODEL | model),
                 )
             ],
             pools=[
@@ -134,15 +169,22 @@ class WorkerPair:
         self.agents[pool.name] = name
         self.workers[pool.name] = await self._exits.enter_async_context(runtime)
 
-    async def route(self, prompt: list[int], max_tokens: int = 8, name: str = "r") -> Route:
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, end_token_ids=(2,), seed=1)
-        request = GenerationRequest(
-            request_id=RequestId(name), model="tiny", prompt_token_ids=tuple(prompt), sampling=sampling
+    def request(self, prompt: list[int], max_tokens: int = 8, name: str = "r", **sampling: Any) -> GenerationRequest:
+        defaults = {"max_tokens": max_tokens, "temperature": 0.0, "end_token_ids": (2,), "seed": 1}
+        return GenerationRequest(
+            request_id=RequestId(name),
+            model="tiny",
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(**(defaults | sampling)),
         )
-        return await self.router.route(request)
 
-    async def ask(self, prompt: list[int], max_tokens: int = 8, name: str = "r") -> tuple[list[int], Route]:
-        route = await self.route(prompt, max_tokens, name)
+    async def route(self, prompt: list[int], max_tokens: int = 8, name: str = "r", **sampling: Any) -> Route:
+        return await self.router.route(self.request(prompt, max_tokens, name, **sampling))
+
+    async def ask(
+        self, prompt: list[int], max_tokens: int = 8, name: str = "r", **sampling: Any
+    ) -> tuple[list[int], Route]:
+        route = await self.route(prompt, max_tokens, name, **sampling)
         tokens: list[int] = []
         async with aclosing(route.tokens()) as events:
             async for event in events:
@@ -154,11 +196,7 @@ class WorkerPair:
 
     def is_at_baseline(self) -> bool:
         samples = self.links.samples()
-        return len(samples) == len(self.config.pools) and all(
-            sample.running == sample.waiting == sample.handoffs == 0
-            and all(g.referenced == 0 and g.free + g.cached == g.total for g in sample.groups)
-            for sample in samples
-        )
+        return len(samples) == len(self.config.pools) and all(map(is_free, samples))
 
     async def until(self, condition: Any, timeout_s: float = 5.0) -> None:
         deadline_s = time.monotonic() + timeout_s

@@ -1,13 +1,13 @@
 """A worker in a process of its own, as in production but without Ray: real engine, NIXL, registry shards, sockets.
 
-    python -m tests.integration.worker_process CONFIG.json POOL WORKER_ID
+    python -m tests.integration.worker_process CONFIG.json POOL WORKER_ID PORT
 
-It says `ready INCARNATION` on stdout, then answers lines on stdin: `faults PLAN` replaces what goes wrong on purpose.
+It says `ready INCARNATION` on stdout, then answers lines on stdin: `faults PLAN` replaces what goes wrong on purpose,
+`peers` tells how many other workers it knows.
 It drains on SIGTERM, dies with its parent, and ends by `os._exit`: a process that made a NIXL agent must.
 """
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -20,15 +20,7 @@ from deployments.worker.runtime import WorkerRuntime
 from messages.fault_plan import parse_faults
 from messages.faults import Faults
 from telemetry.logs import log_to_stderr
-
-
-def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+from tests.integration.child_process import die_with_parent, say
 
 
 class ReplaceableFaults(Faults):
@@ -45,26 +37,30 @@ class ReplaceableFaults(Faults):
         return prefix != "engine.preempt_once" or super().has(prefix)
 
 
-async def answer(commands: asyncio.StreamReader, faults: ReplaceableFaults) -> None:
+async def answer(commands: asyncio.StreamReader, faults: ReplaceableFaults, runtime: WorkerRuntime) -> None:
     """Carry out what the test asks for."""
     async for line in commands:
-        _, _, text = line.decode().strip().partition(" ")
-        faults.replace(text)
-        say("ok")
+        word, _, text = line.decode().strip().partition(" ")
+        if word == "peers":
+            peers = runtime._peers
+            say(str(max(len(peers), peers._transport.num_peers)))
+        else:
+            faults.replace(text)
+            say("ok")
 
 
-async def run(config: AppConfig, pool_name: str, worker_id: str) -> None:
+async def run(config: AppConfig, pool_name: str, worker_id: str, port: str) -> None:
     pool = config.pool(pool_name)
     faults = ReplaceableFaults(os.environ.get(FAULTS_VARIABLE, ""))
     parts = await asyncio.to_thread(make_parts, config, pool, worker_id, faults)
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stopped.set)
-    async with WorkerRuntime(config, pool, worker_id, "127.0.0.1", parts) as runtime:
+    async with WorkerRuntime(config, pool, worker_id, "127.0.0.1", parts, int(port)) as runtime:
         commands = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
         say(f"ready {runtime.describe()['incarnation']}")
-        answering = asyncio.create_task(answer(commands, faults))
+        answering = asyncio.create_task(answer(commands, faults, runtime))
         await stopped.wait()
         answering.cancel()
         await runtime.drain(config.gateway.drain_s)

@@ -74,6 +74,8 @@ class Provenance:
     """Workers that lent a prefix to the one that computed the prompt, in the order of the prompt."""
     reused_tokens: int = 0
     """Prompt tokens that were read from them instead of computed."""
+    num_replays: int = 0
+    """How often another worker took over after one was lost; the rest then tells of the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +223,7 @@ def completion_of(
             exposed_s=moved.exposed_seconds,
             reused_from=tuple(moved.reused_from),
             reused_tokens=moved.reused_tokens,
+            num_replays=moved.replays,
         ),
         timings=Timings(first_token_s=timings.first_token_seconds, total_s=timings.total_seconds),
         request_id=request_id,

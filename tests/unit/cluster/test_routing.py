@@ -172,3 +172,35 @@ def test_one_more_token_elsewhere_never_makes_a_worker_dearer(held: int) -> None
     ]
 
     assert costs[1] <= costs[0]
+
+
+def test_contexts_choose_the_decode_pool_and_the_rest_the_prefill_pool() -> None:
+    """Rule 17, case 64: 20,000 tokens of which 19,500 are cached are short for prefill and long for KV."""
+    pools = (*RULES.pools[:2], replace(RULES.pools[2], max_context_tokens=8192), PoolSpec(name="large", role="decode"))
+    rules = replace(RULES, pools=(*pools[:3], replace(pools[3], min_context_tokens=8193)))
+    large = worker("d9", "large", queued_prefill_tokens=50_000)
+
+    def placed(prompt_tokens: int, *workers: WorkerView) -> tuple[str, str | None]:
+        decision = choose(Demand(prompt_tokens=prompt_tokens), workers, rules)
+        return decision.decode, decision.prefill
+
+    assert placed(8192, S1, L1, D1, large) == ("d1", "l1")
+    assert placed(20_000, S1, L1, D1, large) == ("d9", "l1")
+    assert placed(20_000, replace(S1, cached_tokens=19_500), L1, D1, large) == ("d9", "s1")
+    assert placed(20_000, S1, L1, D1) == ("d1", "l1")
+
+
+def test_unified_pools_alone_take_the_requests_of_their_ranges() -> None:
+    rules = replace(
+        RULES,
+        pools=(
+            PoolSpec(name="both", role="unified", max_prefill_tokens=2048),
+            PoolSpec(name="long", role="unified", min_prefill_tokens=2049),
+        ),
+    )
+    busy = replace(U1, queued_prefill_tokens=100_000)
+
+    decisions = [choose(Demand(prompt_tokens=n), [busy, L1], rules).decode for n in (2048, 2049)]
+
+    assert decisions == ["u1", "l1"]
+    assert choose(Demand(prompt_tokens=2049), [busy], rules).decode == "u1"

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from deployments.config import (
     DEMO_MODEL_NAME,
     AppConfig,
-    ModelConfig,
     PoolConfig,
     cache_dir,
     default_model_name,
@@ -131,23 +130,6 @@ def test_sizes_are_read_in_both_bases(text: object, expected: object) -> None:
 @given(st.integers(min_value=0, max_value=2**50))
 def test_a_size_written_in_bytes_reads_as_itself(size: int) -> None:
     assert parse_size(f"{size}B") == size
-
-
-@given(st.integers(min_value=1, max_value=10**6))
-def test_short_and_long_pools_meet_without_gap_or_overlap(boundary: int) -> None:
-    pools = [
-        PoolConfig(name="s", role="prefill", requests="short"),
-        PoolConfig(name="l", role="prefill", requests="long"),
-        PoolConfig(name="d", role="decode"),
-    ]
-    model = ModelConfig(name="m", source="demo")
-    config = AppConfig.model_validate(
-        {"version": 1, "models": [model], "pools": pools, "routing": {"long_prefill_tokens": boundary}}
-    )
-
-    assert config.prefill_range("s") == (0, boundary)
-    assert config.prefill_range("l") == (boundary + 1, None)
-    assert config.prefill_range("d") == (0, None)
 
 
 def test_an_unknown_pool_is_refused_with_the_names_of_the_others() -> None:

@@ -66,6 +66,7 @@ async def test_what_the_engine_lends_is_offered_under_a_lease() -> None:
     assert (handoff.num_tokens, handoff.fingerprint, handoff.lease_s) == (8, "f", 5.0)
     assert (len(place.table), len(place.lender)) == (1, 1)
     assert place.counts == {WorkerCounter.LENDS: 1}
+    assert place.table.num_granted == 1
 
 
 async def test_a_lease_that_ends_makes_room_for_another_lend() -> None:

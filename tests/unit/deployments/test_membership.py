@@ -174,6 +174,33 @@ async def test_two_hits_in_a_row_are_no_clear() -> None:
     assert (membership.generation, membership.queue_depth) == (0, 0)
 
 
+class Polled(MemoryRegistry):
+    """Counts how often it is asked for its shards, which every flush begins with."""
+
+    num_asked = 0
+
+    async def shards(self) -> tuple[str, ...]:
+        self.num_asked += 1
+        return await super().shards()
+
+
+async def test_what_a_silent_shard_does_not_take_is_not_tried_all_the_time() -> None:
+    registry = Polled()
+    membership = Membership(registry, worker("a"), MembershipTimes(lease_s=600.0))
+    async with running(membership):
+        membership.note(CacheChanges(stored=KEYS[:5], removed=[]))
+        await until(found(registry, 5))
+        registry.is_silent = True
+        membership.note(CacheChanges(stored=KEYS[5:10], removed=[]))
+        await asyncio.sleep(0.2)
+        before = registry.num_asked
+        await asyncio.sleep(1.2)
+
+        assert 1 <= registry.num_asked - before <= 3
+        registry.is_silent = False
+        assert await until(found(registry, 10)) < 1.0
+
+
 class Times(MemoryRegistry):
     """Notes when it is registered at."""
 

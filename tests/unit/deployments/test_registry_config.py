@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from deployments.config import AppConfig, parse_config
 from deployments.config_kv import RegistryConfig
 from deployments.registry_client import hooks_into, make_registry
+from deployments.worker.runtime import RegistryCounts
 from kv_store.registry.cluster import ClusterShards
+from kv_store.registry.protocol import PrefixHits
 from kv_store.registry.shard import ShardFailure, ShardLimits
 from kv_store.registry.shard_source import PlainServers
 from messages.errors import ConfigError
@@ -78,3 +81,34 @@ def test_what_shards_do_is_counted() -> None:
     failed = {"shard": "a:1/0", "operation": "lookup", "reason": "timeout"}
     assert [s.value for s in errors.samples if s.name.endswith("_total") and s.labels == failed] == [32.0]
     assert [s.value for s in seconds.samples if s.name.endswith("_sum")] == [0.003]
+
+
+def test_what_lookups_found_and_what_was_out_of_date_is_counted() -> None:
+    """Metrics lookups, hit_blocks and stale_entries_dropped."""
+    metrics, page = RegistryMetrics(), CollectorRegistry()
+    metrics.register(page)
+    hooks = hooks_into(metrics)
+
+    hooks.on_lookup(PrefixHits(by_worker={"a": 5, "b": 3}))
+    hooks.on_lookup(PrefixHits(by_worker={"a": 2}, unknown=True))
+    hooks.on_lookup(PrefixHits())
+    hooks.on_lookup(PrefixHits(unknown=True))
+    hooks.on_stale("lookup", 4)
+    hooks.on_stale("sweep", 9)
+
+    def results(name: str, label: str, *values: str) -> list[float | None]:
+        return [page.get_sample_value(name, {label: value}) for value in values]
+
+    assert results("kvferry_registry_lookups_total", "result", "hit", "miss", "unknown") == [2.0, 1.0, 1.0]
+    assert page.get_sample_value("kvferry_registry_hit_blocks_total") == 7.0
+    assert results("kvferry_gateway_registry_stale_entries_dropped_total", "by", "lookup", "sweep") == [4.0, 9.0]
+
+
+def test_a_worker_counts_what_it_removed_and_not_what_it_only_met() -> None:
+    counts = RegistryCounts()
+
+    counts.add_stale("sweep", 3)
+    counts.add_stale("lookup", 5)
+    counts.add_failure(ShardFailure(shard="a:1/0", operation="publish", reason="timeout", num_commands=32))
+
+    assert (counts.stale, counts.failures) == (3, 32)

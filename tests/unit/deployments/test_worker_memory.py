@@ -133,3 +133,12 @@ def test_a_prefill_worker_takes_whole_steps_for_one_prompt(tmp_path: Path, role:
     config = config_with([{"name": "one", "role": role}, {"name": "all", "role": "unified"}])
 
     assert load_host(config, config.pools[0], folder).limits.max_chunk_tokens == chunk
+
+
+def test_the_steps_of_a_pool_go_before_those_of_the_model(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path)
+    config = config_with([{"name": "one", "role": "unified", "max_batch_tokens": 64, "prefill_chunk_tokens": 48}])
+
+    limits = load_host(config, config.pools[0], folder).limits
+
+    assert (limits.max_step_tokens, limits.max_chunk_tokens) == (64, 48)

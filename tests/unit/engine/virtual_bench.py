@@ -118,12 +118,16 @@ class Bench:
         matcher: Matcher | None = None,
         borrow: BorrowTerms | None = None,
         prompt_logprobs: int | None = None,
+        generated: tuple[int, ...] = (),
+        choice: int = 0,
     ) -> None:
         request = GenerationRequest(
             request_id=RequestId(name),
             model="m",
             prompt_token_ids=tuple(prompt),
             priority=priority,
+            generated_token_ids=generated,
+            choice=choice,
             sampling=SamplingParams(
                 max_tokens=max_tokens,
                 temperature=0.0,
@@ -138,12 +142,15 @@ class Bench:
             request=request,
             part=part,
             root=root,
-            keys=block_keys(root, prompt, self.block_size),
+            keys=block_keys(root, request.known_token_ids, self.block_size),
             totals=Totals(arrived_s=self.now_s),
             max_uncached_tokens=max_uncached,
             matcher=matcher,
             borrow=borrow,
+            choice=choice,
         )
+        if generated:
+            self.next_index[_name(request.request_id, choice)] = len(generated) + (part is Part.DECODE)
         self._take(self.scheduler.submit(state))
 
     def step(self) -> bool:
@@ -206,7 +213,7 @@ class Bench:
         self.events.extend(events)
         for event in events:
             if isinstance(event, TokenEvent):
-                name = event.request_id if event.choice == 0 else f"{event.request_id}/{event.choice}"
+                name = _name(event.request_id, event.choice)
                 known = self.tokens.setdefault(name, [])
                 assert name not in self.finished, "tokens after the last event"
                 # A decode part begins at token 2.
@@ -215,6 +222,10 @@ class Bench:
                 known.extend(event.token_ids)
                 if event.finish_reason is not None:
                     self.finished[name] = event.finish_reason
+
+
+def _name(request_id: str, choice: int) -> str:
+    return request_id if choice == 0 else f"{request_id}/{choice}"
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

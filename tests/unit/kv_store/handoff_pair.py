@@ -7,6 +7,7 @@ import torch
 from kv_store.handoff import BlockGroups, HandoffTable
 from kv_store.handoff_local import LocalHandoffOwner
 from kv_store.handoff_reader import ArenaGeometry, HandoffReader, LocalGroups
+from kv_store.transfer.digest import BlockDigester
 from kv_store.transfer.loopback import LoopbackNetwork, LoopbackTransport
 from kv_store.transfer.protocol import ByteRange
 from messages.handoff import BlockId, BlockKey, BlockRef, Handoff
@@ -58,6 +59,27 @@ class Pair:
     @property
     def num_written(self) -> int:
         return int((self.local != 255).sum())
+
+
+class DigestPair(Pair):
+    """Both sides digest their blocks."""
+
+    def __init__(self, lease_s: float = 30.0, *, has_owner_digests: bool = True) -> None:
+        super().__init__(lease_s)
+        self.theirs = BlockDigester(self.source, REMOTE_OFFSETS, BLOCK_BYTES)
+        if has_owner_digests:
+            self.owner = self.digesting_owner()
+        ours = BlockDigester(self.local, LOCAL_OFFSETS, BLOCK_BYTES)
+        self.geometry = ArenaGeometry(
+            group_offsets=LOCAL_OFFSETS, block_bytes=BLOCK_BYTES, block_size=16, digest=ours.digest
+        )
+
+    def digesting_owner(self) -> LocalHandoffOwner:
+        inner = self.owner
+        return LocalHandoffOwner(self.table, inner._transport, REMOTE_OFFSETS, inner._clock, self.theirs.digest)
+
+    def reader(self, handoff: Handoff, local: LocalGroups, deadline_s: float = 5.0) -> HandoffReader:
+        return HandoffReader(handoff, self.owner, self.transport, self.geometry, local, deadline_s)
 
 
 def refs(*ids: int | None) -> tuple[BlockRef | None, ...]:

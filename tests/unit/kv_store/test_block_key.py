@@ -28,6 +28,7 @@ tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 
 def test_the_digests_are_pinned() -> None:
+    """Rule 12: sha256 over typed, length-prefixed parts, the same everywhere."""
     root = root_key(EXTRAS)
 
     assert root.hex() == GOLDEN_ROOT
@@ -92,6 +93,7 @@ def test_an_adapter_reloaded_with_other_weights_is_another_identity() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "num_keys"), [(0, 0), (1, 0), (31, 0), (32, 1), (33, 1), (63, 1), (64, 2)])
 def test_only_full_blocks_have_keys(num_tokens: int, num_keys: int) -> None:
+    """Rule 14."""
     assert len(block_keys(root_key(EXTRAS), range(num_tokens), 32)) == num_keys
 
 

@@ -118,6 +118,22 @@ def test_late_messages_are_counted_and_good_ones_are_not() -> None:
     assert table.pop_freed() == ["r"]
 
 
+def test_an_owner_that_withdraws_a_hand_off_frees_it_once_and_is_not_late() -> None:
+    table = make_table(lease_s=1.0)
+    kept, closed, expired = (grant(table, name) for name in ("kept", "closed", "expired"))
+    close(table, closed, open_(table, closed))
+    assert table.pop_freed() == ["closed"]
+
+    table.withdraw(kept.handoff_id, 0.5)
+    table.withdraw(kept.handoff_id, 0.5)
+    table.withdraw(closed.handoff_id, 0.5)
+    table.withdraw(expired.handoff_id, 1.5)
+
+    assert table.pop_freed() == ["kept", "expired"]
+    assert table.expire(1.5) == ["expired"]
+    assert (table.num_late, table.num_granted, len(table)) == (0, 3, 0)
+
+
 def test_a_read_that_outlives_a_lease_of_50_ms_is_stale() -> None:
     table = make_table(lease_s=0.050)
     handoff = grant(table)

@@ -3,33 +3,10 @@ import asyncio
 import pytest
 import torch
 
-from kv_store.handoff_local import LocalHandoffOwner
-from kv_store.handoff_reader import ArenaGeometry, HandoffReader, LocalGroups
 from kv_store.transfer.digest import BlockDigester
 from messages.errors import HandoffError, HandoffStale
-from messages.handoff import BlockId, Handoff
-from tests.unit.kv_store.handoff_pair import BLOCK_BYTES, LOCAL_OFFSETS, REMOTE_OFFSETS, Pair, ids, refs
-
-
-class DigestPair(Pair):
-    """Both sides digest their blocks."""
-
-    def __init__(self, lease_s: float = 30.0, *, has_owner_digests: bool = True) -> None:
-        super().__init__(lease_s)
-        self.theirs = BlockDigester(self.source, REMOTE_OFFSETS, BLOCK_BYTES)
-        if has_owner_digests:
-            self.owner = self.digesting_owner()
-        ours = BlockDigester(self.local, LOCAL_OFFSETS, BLOCK_BYTES)
-        self.geometry = ArenaGeometry(
-            group_offsets=LOCAL_OFFSETS, block_bytes=BLOCK_BYTES, block_size=16, digest=ours.digest
-        )
-
-    def digesting_owner(self) -> LocalHandoffOwner:
-        inner = self.owner
-        return LocalHandoffOwner(self.table, inner._transport, REMOTE_OFFSETS, inner._clock, self.theirs.digest)
-
-    def reader(self, handoff: Handoff, local: LocalGroups, deadline_s: float = 5.0) -> HandoffReader:
-        return HandoffReader(handoff, self.owner, self.transport, self.geometry, local, deadline_s)
+from messages.handoff import BlockId
+from tests.unit.kv_store.handoff_pair import BLOCK_BYTES, REMOTE_OFFSETS, DigestPair, ids, refs
 
 
 def test_a_digest_depends_on_every_byte_and_on_no_other_block() -> None:

@@ -1,4 +1,7 @@
 import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
 
 import pytest
 
@@ -168,6 +171,25 @@ async def test_heartbeats_keep_the_lease_during_a_long_prefill() -> None:
     assert (await reader.close()).blocks == 1
 
 
+@pytest.mark.parametrize("owner_now_s", [-1e9, 0.0, 1e9])
+async def test_owner_and_reader_need_not_agree_on_the_time(owner_now_s: float) -> None:
+    """Rule 3: a lease is a duration on the clock of whoever looks at it."""
+    pair = Pair(lease_s=30.0)
+    pair.now_s = owner_now_s
+    reader = pair.reader(pair.grant((refs(3), refs()), 16), (ids(3), ids()))
+    await reader.open()
+    pair.now_s += 29.0
+    await reader.read_through(16)
+
+    assert (await reader.close()).blocks == 1
+    late = pair.reader(pair.grant((refs(3), refs()), 16), (ids(3), ids()))
+    await late.open()
+    pair.now_s += 30.0
+    await late.read_through(16)
+    with pytest.raises(HandoffStale):
+        await late.close()
+
+
 async def test_a_fenced_reader_learns_it_from_its_heartbeat() -> None:
     pair = Pair(lease_s=0.030)
     reader = pair.reader(pair.grant((refs(3), refs()), 16), (ids(3), ids()))
@@ -179,3 +201,32 @@ async def test_a_fenced_reader_learns_it_from_its_heartbeat() -> None:
         await reader.read_through(16)
 
     assert pair.transport.reads == []
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """What is over must go at once: in a process with many objects a full collection comes once in many minutes."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize("is_closed", [True, False])
+async def test_a_reader_that_is_over_leaves_no_garbage(*, is_closed: bool) -> None:
+    """It holds the whole hand-off: a worker that reads would grow with every request."""
+    pair = Pair()
+    reader = pair.reader(pair.grant((refs(5, 2), refs(8, 7)), 32), (ids(1, 0), ids(4, 5)))
+    await reader.open()
+    # Its heartbeat has begun to wait.
+    await asyncio.sleep(0)
+    await reader.read_through(32)
+    if is_closed:
+        await reader.close()
+    await reader.abandon()
+
+    left = weakref.ref(reader)
+    del reader
+
+    assert left() is None

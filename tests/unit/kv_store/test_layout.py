@@ -187,6 +187,7 @@ OTHERS = {
 
 
 def test_every_field_changes_the_fingerprint() -> None:
+    """Rule 13."""
     prints = {layout().fingerprint, *(other.fingerprint for other in OTHERS.values())}
 
     assert len(prints) == len(OTHERS) + 1

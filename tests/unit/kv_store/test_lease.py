@@ -11,6 +11,7 @@ def test_a_lease_lasts_its_duration() -> None:
 
 
 def test_a_heartbeat_extends_to_two_thirds_of_the_duration_from_now() -> None:
+    """Rule 3."""
     lease = Lease.granted(30.0, 100.0).extended(125.0)
 
     assert lease.expires_at_s == pytest.approx(145.0)
@@ -29,6 +30,7 @@ def test_renewing_starts_the_whole_duration_again() -> None:
 
 
 def test_several_heartbeats_can_be_lost_before_a_lease_ends() -> None:
+    """Rule 3: one is due in every sixth of the lease."""
     period_s = heartbeat_period_s(30.0)
     lease = Lease.granted(30.0, 0.0).extended(30.0 - period_s)
 

@@ -68,6 +68,16 @@ def test_another_incarnation_is_a_miss() -> None:
     assert hits.by_worker == {"a": 1, "b": 3}
 
 
+def test_claims_of_ended_lives_are_counted_and_a_live_workers_later_blocks_are_not() -> None:
+    """Rule 6: another life of a live worker, and a worker that is in the table no more."""
+    prefix_scan = PrefixScan(LIVE)
+
+    prefix_scan.advance([{"a": "a1", "b": "b0", "gone": "g1"}, None, {"a": "a1", "b": "b1"}])
+
+    assert prefix_scan.hits().by_worker == {"a": 3}
+    assert prefix_scan.num_stale == 2
+
+
 def test_the_scan_closes_when_nobody_can_extend() -> None:
     prefix_scan = PrefixScan(LIVE)
 

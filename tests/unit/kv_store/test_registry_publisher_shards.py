@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from kv_store.registry.memory import SHARD, MemoryRegistry
 from kv_store.registry.protocol import Claimant, ShardMemory, Tier
-from kv_store.registry.publisher import BlockPublisher
+from kv_store.registry.publisher import BlockPublisher, PublishLimits
 from messages.handoff import BlockKey
 from tests.contract.registry_places import worker
 
@@ -83,3 +83,54 @@ async def test_a_shard_that_goes_before_it_was_filled_again_leaves_no_work_behin
     assert not publisher.has_work
     # Of what is noted now, which is nothing; not of all that is held.
     assert registry.num_spread - num_spread == 1
+
+
+class Listening(MemoryRegistry):
+    """Notes what it hears, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[BlockKey] = []
+
+    async def write(
+        self, shard: str, claimant: Claimant, changes: Mapping[BlockKey, Tier | None], sequence: int
+    ) -> ShardMemory | None:
+        self.heard.extend(() if self.is_silent else changes)
+        return await super().write(shard, claimant, changes, sequence)
+
+
+async def test_what_a_silent_shard_is_to_hear_again_waits_once_however_long_it_is_silent() -> None:
+    """A claim is due again and again meanwhile; nothing grows, and it is said once when the shard is back."""
+    registry, now_s = Listening(), [0.0]
+    claimant, limits = Claimant(worker_id="a", incarnation="life-1"), PublishLimits(resync_batch_size=4)
+    publisher = BlockPublisher(registry, claimant, limits, lambda: now_s[0])
+    publisher.note(KEYS, ())
+    await flush(publisher)
+    registry.is_silent = True
+    registry.heard.clear()
+
+    for _ in range(5):
+        now_s[0] += 60.0
+        publisher.refresh(entry_ttl_s=100.0)
+        await publisher.flush()
+
+    assert publisher.queue_depth == len(KEYS)
+    registry.is_silent = False
+    now_s[0] += 1.0
+    await flush(publisher)
+    assert registry.heard == KEYS
+
+
+async def test_claims_that_are_due_while_nothing_may_be_said_wait_once() -> None:
+    """As long as a generation cannot be registered, nothing is flushed."""
+    now_s = [0.0]
+    claimant = Claimant(worker_id="a", incarnation="life-1")
+    publisher = BlockPublisher(MemoryRegistry(), claimant, clock=lambda: now_s[0])
+    publisher.note(KEYS, ())
+    await flush(publisher)
+
+    for _ in range(5):
+        now_s[0] += 60.0
+        publisher.refresh(entry_ttl_s=100.0)
+
+    assert publisher.queue_depth == len(KEYS)

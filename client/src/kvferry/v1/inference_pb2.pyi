@@ -497,6 +497,7 @@ class Provenance(_message.Message):
     EXPOSED_SECONDS_FIELD_NUMBER: _builtins.int
     REUSED_FROM_FIELD_NUMBER: _builtins.int
     REUSED_TOKENS_FIELD_NUMBER: _builtins.int
+    REPLAYS_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
     prefill_computed_tokens: _builtins.int
@@ -508,6 +509,8 @@ class Provenance(_message.Message):
     """Transfer time that the first decode step had to wait for."""
     reused_tokens: _builtins.int
     """Prompt tokens that were read from them instead of computed."""
+    replays: _builtins.int
+    """How often another worker took over after one was lost; the rest then tells of the last ones."""
     @_builtins.property
     def reused_from(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers that lent a prefix to the one that computed the prompt, in the order of the prompt."""
@@ -525,10 +528,11 @@ class Provenance(_message.Message):
         exposed_seconds: _builtins.float = ...,
         reused_from: _abc.Iterable[_builtins.str] | None = ...,
         reused_tokens: _builtins.int = ...,
+        replays: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_moved", b"blocks_moved", "bytes_moved", b"bytes_moved", "decode_computed_tokens", b"decode_computed_tokens", "decode_worker", b"decode_worker", "exposed_seconds", b"exposed_seconds", "prefill_computed_tokens", b"prefill_computed_tokens", "prefill_worker", b"prefill_worker", "reused_from", b"reused_from", "reused_tokens", b"reused_tokens", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks_moved", b"blocks_moved", "bytes_moved", b"bytes_moved", "decode_computed_tokens", b"decode_computed_tokens", "decode_worker", b"decode_worker", "exposed_seconds", b"exposed_seconds", "prefill_computed_tokens", b"prefill_computed_tokens", "prefill_worker", b"prefill_worker", "replays", b"replays", "reused_from", b"reused_from", "reused_tokens", b"reused_tokens", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
