@@ -1,13 +1,14 @@
-"""Reads between two processes through the NIXL transport, beside memcpy of the same blocks in one process.
+"""Reads between two processes of one machine, beside memcpy of the same blocks in one process.
 
-    python benchmarks/transfer.py [--json] [--quick] [--block-bytes N]
+    python benchmarks/transfer.py [--json] [--quick] [--block-bytes N] [--network]
 
 A size is read as one contiguous run and as scattered blocks in no order, the last of them shorter; blocks are those of
 the demo model, 32 tokens of bfloat16. Small reads come as in a busy worker, several in flight, until 16 MB have moved;
 a large one is alone. One thread copies as many scattered blocks of the same sizes between two buffers as large as the
 arenas. The three alternate, each time with other blocks, and medians are shown: `gb_s` is the contiguous read (10^9
 bytes per second), `memcpy_ratio` that over memcpy, `scattered_ratio` the scattered read over the contiguous one, and
-`alone_us` how long one contiguous read takes when no other is in flight.
+`alone_us` how long one contiguous read takes when no other is in flight. Memory is shared, as between workers of one
+machine; with --network NIXL reads it as that of another machine.
 """
 
 import sys
@@ -36,7 +37,9 @@ from rich.table import Table
 from benchmarks.baseline import copy_ranges, touched_arena
 from benchmarks.transfer_ranges import contiguous_reads, num_blocks, scattered_reads
 from kv_store.transfer.nixl import NixlTransport
-from kv_store.transfer.protocol import ByteRange
+from kv_store.transfer.protocol import BlockTransport, ByteRange
+from kv_store.transfer.same_host import SameHostTransport
+from kv_store.transfer.shared_memory import SharedBuffer
 
 DEMO_BLOCK_BYTES = 32 * 30 * 2 * 3 * 64 * 2
 """32 tokens x 30 layers x (k, v) x 3 heads x 64 dims x 2 bytes."""
@@ -56,20 +59,21 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     parser.add_argument("--block-bytes", type=int, default=DEMO_BLOCK_BYTES)
+    parser.add_argument("--network", action="store_true", help="do not copy through shared memory")
     options = parser.parse_args()
-    result = measure(options.block_bytes, repeats=7 if options.quick else 25)
+    result = measure(options.block_bytes, repeats=7 if options.quick else 25, is_shared=not options.network)
     print(json.dumps(result)) if options.json else _show(result)
     return 0
 
 
-def measure(block_bytes: int, repeats: int) -> dict[str, Any]:
+def measure(block_bytes: int, repeats: int, *, is_shared: bool = True) -> dict[str, Any]:
     """Measure every size, in two processes of their own.
 
     Raises:
         CalledProcessError: The reader or the owner failed; stderr says why.
     """
     output = subprocess.run(  # noqa: S603  # our own module
-        _command("reader", block_bytes, repeats), check=True, stdout=subprocess.PIPE, text=True
+        _command("reader", block_bytes, repeats, int(is_shared)), check=True, stdout=subprocess.PIPE, text=True
     ).stdout
     result: dict[str, Any] = json.loads(output.splitlines()[-1])
     return result
@@ -79,31 +83,40 @@ def _command(*arguments: str | int) -> list[str]:
     return [sys.executable, str(Path(__file__).resolve()), *map(str, arguments)]
 
 
-def _own(block_bytes: int) -> None:
+def _make_transport(name: str, num_bytes: int, value: int, *, is_shared: bool) -> tuple[BlockTransport, torch.Tensor]:
+    """A transport and its arena, full of `value`."""
+    if not is_shared:
+        arena = touched_arena(num_bytes, value)
+        return NixlTransport(name, arena), arena
+    shared = SharedBuffer(num_bytes)
+    shared.tensor.fill_(value)
+    return SameHostTransport(NixlTransport(name, shared.tensor), shared.tensor, shared), shared.tensor
+
+
+def _own(block_bytes: int, *, is_shared: bool) -> None:
     """Be the owner until standard input ends."""
-    arena = touched_arena(num_blocks(block_bytes) * block_bytes, 0)
+    transport, arena = _make_transport("owner", num_blocks(block_bytes) * block_bytes, 0, is_shared=is_shared)
     arena.view(-1, block_bytes).copy_((torch.arange(num_blocks(block_bytes)) % PATTERN)[:, None])
-    transport = NixlTransport("owner", arena)
     print(transport.metadata().hex(), flush=True)
     sys.stdin.read()
 
 
-def _read(block_bytes: int, repeats: int) -> None:
+def _read(block_bytes: int, repeats: int, *, is_shared: bool) -> None:
     """Be the reader: start an owner, measure, print."""
     with subprocess.Popen(  # noqa: S603  # our own module
-        _command("owner", block_bytes), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        _command("owner", block_bytes, int(is_shared)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as owner:
         assert owner.stdout is not None
         metadata = bytes.fromhex(owner.stdout.readline())
         try:
-            print(json.dumps(asyncio.run(_measure(metadata, block_bytes, repeats))), flush=True)
+            print(json.dumps(asyncio.run(_measure(metadata, block_bytes, repeats, is_shared=is_shared))), flush=True)
         finally:
             owner.kill()
 
 
-async def _measure(metadata: bytes, block_bytes: int, repeats: int) -> dict[str, Any]:
-    arena, source = (touched_arena(num_blocks(block_bytes) * block_bytes, 255) for _ in range(2))
-    transport = NixlTransport("reader", arena)
+async def _measure(metadata: bytes, block_bytes: int, repeats: int, *, is_shared: bool) -> dict[str, Any]:
+    source = touched_arena(num_blocks(block_bytes) * block_bytes, 255)
+    transport, arena = _make_transport("reader", len(source), 255, is_shared=is_shared)
     started_s = time.perf_counter()
     await transport.connect("owner", metadata)
     connect_ms = (time.perf_counter() - started_s) * 1e3
@@ -115,7 +128,7 @@ async def _measure(metadata: bytes, block_bytes: int, repeats: int) -> dict[str,
 class Reader:
     """A connected reader with a second buffer of its own to copy from."""
 
-    def __init__(self, transport: NixlTransport, arena: torch.Tensor, source: torch.Tensor, block_bytes: int) -> None:
+    def __init__(self, transport: BlockTransport, arena: torch.Tensor, source: torch.Tensor, block_bytes: int) -> None:
         self._transport = transport
         # numpy copies in the caller's thread, whatever torch's thread count is.
         self._arena, self._source = arena.numpy(), source.numpy()
@@ -190,10 +203,10 @@ def _show(result: Mapping[str, Any]) -> None:
 
 def _run(arguments: Sequence[str]) -> int:
     match arguments:
-        case ["owner", block_bytes]:
-            _own(int(block_bytes))
-        case ["reader", block_bytes, repeats]:
-            _read(int(block_bytes), int(repeats))
+        case ["owner", block_bytes, is_shared]:
+            _own(int(block_bytes), is_shared=is_shared == "1")
+        case ["reader", block_bytes, repeats, is_shared]:
+            _read(int(block_bytes), int(repeats), is_shared=is_shared == "1")
         case _:
             return main()
     return 0

@@ -122,6 +122,11 @@ class HandoffConfig(Section):
         description="Whether owner and reader compare a digest (xxh3) of every block; finds bytes that changed on "
         "their way, costs a pass over them on each side.",
     )
+    same_host: bool = Field(
+        default=True,
+        description="Whether workers of one machine read each other's host memory by a plain copy, which is faster for "
+        "small reads; all others, and accelerators, through the network library.",
+    )
     max_peers: int = Field(
         default=1024,
         ge=1,

@@ -8,6 +8,7 @@ One block is one contiguous range, so it moves as one message; a head's bytes ar
 
 import hashlib
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
@@ -16,8 +17,11 @@ import torch
 
 from kv_store.codec import Codec, codec_named
 from kv_store.huge_pages import advise_huge_pages
+from kv_store.transfer.shared_memory import SharedBuffer
 from messages.errors import ConfigError
 from messages.handoff import BlockId
+
+log = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 """Raised when the byte order inside a block changes."""
@@ -115,18 +119,33 @@ def arena_bytes(layout: BlockLayout, num_blocks: Sequence[int]) -> int:
 class Arena:
     """One worker's KV memory: one byte buffer, read and written through strided views of it.
 
+    Args:
+        layout: What lies where.
+        num_blocks: Of each group.
+        device: Where.
+        is_shared: Whether other processes of this machine may map it; only of host memory.
+
     Raises:
         ConfigError: `num_blocks` does not give a positive count for each group.
     """
 
-    def __init__(self, layout: BlockLayout, num_blocks: tuple[int, ...], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        num_blocks: tuple[int, ...],
+        device: torch.device | str = "cpu",
+        *,
+        is_shared: bool = False,
+    ) -> None:
         if len(num_blocks) != len(layout.groups) or min(num_blocks) < 1:
             raise ConfigError("every KV group needs at least one block", num_blocks=num_blocks)
         self.layout = layout
         self.num_blocks = num_blocks
         *self._offsets, self.bytes_total = _region_offsets(layout, num_blocks)
         self._block_bytes = [layout.block_bytes(group) for group in range(len(num_blocks))]
-        self.buffer = _aligned_zeros(self.bytes_total, device)
+        self.shared = _make_shared(self.bytes_total + ALIGNMENT, device) if is_shared else None
+        """What `buffer` is a part of, for peers on the same machine to map; None: it is this process's own."""
+        self.buffer = _aligned_zeros(self.bytes_total, device, self.shared)
         self._views = {
             (group.owner, layer): self._make_views(number, index)
             for number, group in enumerate(layout.groups)
@@ -181,8 +200,19 @@ def _region_offsets(layout: BlockLayout, num_blocks: Sequence[int]) -> list[int]
     return list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
 
 
-def _aligned_zeros(num_bytes: int, device: torch.device | str) -> torch.Tensor:
-    raw = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+def _make_shared(num_bytes: int, device: torch.device | str) -> SharedBuffer | None:
+    if torch.device(device).type != "cpu":
+        return None
+    try:
+        return SharedBuffer(num_bytes)
+    except (OSError, AttributeError) as error:
+        # Peers then read through the network library.
+        log.warning("arena.not_shared error=%s", error)
+        return None
+
+
+def _aligned_zeros(num_bytes: int, device: torch.device | str, shared: SharedBuffer | None) -> torch.Tensor:
+    raw = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=device) if shared is None else shared.tensor
     # Before the first write, which is when pages come to be.
     if raw.device.type == "cpu":
         advise_huge_pages(raw.data_ptr(), raw.numel())

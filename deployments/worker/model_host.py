@@ -100,7 +100,7 @@ def load_host(config: AppConfig, pool: PoolConfig, model: Path, faults: Faults =
         log.info("model.fused %s", fuse_layers(loaded))
     probe(loaded)
     layout = kv_layout(loaded.config, dtype, settings.block_size, loaded.digest)
-    arena = Arena(layout, plan.num_blocks, device)
+    arena = Arena(layout, plan.num_blocks, device, is_shared=config.handoff.same_host)
     log.info("model.loaded digest=%s num_blocks=%s arena_bytes=%d", loaded.digest, plan.num_blocks, arena.bytes_total)
     return ModelHost(
         source=model,

@@ -8,6 +8,8 @@ from deployments.worker.model_host import load_host
 from deployments.worker.runtime import RegistryCounts, WorkerParts, agent_name
 from kv_store.registry.shard import ShardHooks
 from kv_store.transfer.nixl import NixlTransport
+from kv_store.transfer.protocol import BlockTransport
+from kv_store.transfer.same_host import SameHostTransport
 from messages.faults import Faults
 
 
@@ -17,10 +19,14 @@ def make_parts(config: AppConfig, pool: PoolConfig, worker_id: str, faults: Faul
     The process must then end by `os._exit`: one that made a NIXL agent crashes in its exit handlers.
     """
     model = load_host(config, pool, resolve_model(config.model.source), faults)
+    arena = model.arena
+    transport: BlockTransport = NixlTransport(agent_name(worker_id), arena.buffer)
+    if arena.shared is not None:
+        transport = SameHostTransport(transport, arena.buffer, arena.shared)
     counts = RegistryCounts()
     parts = WorkerParts(
         model=model,
-        transport=NixlTransport(agent_name(worker_id), model.arena.buffer),
+        transport=transport,
         registry=make_registry(config.registry, ShardHooks(on_failure=counts.add_failure, on_stale=counts.add_stale)),
         registry_counts=counts,
         grammars=model.make_grammars(),

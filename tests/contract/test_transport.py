@@ -38,6 +38,7 @@ class LoopbackOwner:
 
 class LoopbackWorld:
     num_restarts = 20
+    maps_its_owners = False
 
     def __init__(self) -> None:
         self._network = LoopbackNetwork()
@@ -57,9 +58,10 @@ async def test_loopback_keeps_the_promise(name: str) -> None:
 
 def run_reader(tmp: Path, transports: str) -> dict[str, str | float]:
     results = tmp / "results.json"
-    environment = {**os.environ, "UCX_TLS": transports, "UCX_LOG_LEVEL": "fatal", "OMP_NUM_THREADS": "1"}
+    ucx = "all" if transports == "same_host" else transports
+    environment = {**os.environ, "UCX_TLS": ucx, "UCX_LOG_LEVEL": "fatal", "OMP_NUM_THREADS": "1"}
     subprocess.run(
-        [sys.executable, "-m", "tests.contract.transport_process", "reader", str(results)],
+        [sys.executable, "-m", "tests.contract.transport_process", "reader", str(results), transports],
         cwd=ROOT,
         env=environment,
         check=True,
@@ -69,7 +71,7 @@ def run_reader(tmp: Path, transports: str) -> dict[str, str | float]:
     return loaded
 
 
-@pytest.fixture(scope="module", params=["all", "tcp"])
+@pytest.fixture(scope="module", params=["all", "tcp", "same_host"])
 def nixl_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | float]:
     return run_reader(tmp_path_factory.mktemp("nixl"), request.param)
 

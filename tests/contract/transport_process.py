@@ -1,4 +1,6 @@
-"""Processes with a real agent: `owner NAME` serves its memory, `reader` runs every scenario and prints JSON.
+"""Processes with a real agent: `owner NAME` serves its memory, `reader FILE` runs every scenario and writes JSON.
+
+With `same_host` at the end both share their memory, and reads are plain copies.
 
 An agent crashes in the interpreter's exit, so both end by `os._exit`, and none is ever made in the test process.
 """
@@ -19,6 +21,8 @@ import torch
 
 from kv_store.transfer.nixl import NixlTransport
 from kv_store.transfer.protocol import BlockTransport
+from kv_store.transfer.same_host import SameHostTransport
+from kv_store.transfer.shared_memory import SharedBuffer
 from tests.contract.transport_scenarios import SCENARIOS, SIZE, Owner, pattern
 
 IDLE_S = 10.0
@@ -33,10 +37,17 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def serve_memory(name: str) -> None:
+def make_transport(name: str, *, is_shared: bool, timeout_s: float = 5.0) -> tuple[BlockTransport, torch.Tensor]:
+    if not is_shared:
+        buffer = torch.zeros(SIZE, dtype=torch.uint8)
+        return NixlTransport(name, buffer, timeout_s), buffer
+    shared = SharedBuffer(SIZE)
+    return SameHostTransport(NixlTransport(name, shared.tensor, timeout_s), shared.tensor, shared), shared.tensor
+
+
+def serve_memory(name: str, *, is_shared: bool) -> None:
     """Answer lines on stdin: `fill SEED`, `readers N`; end with it."""
-    buffer = torch.zeros(SIZE, dtype=torch.uint8)
-    transport = NixlTransport(name, buffer)
+    transport, buffer = make_transport(name, is_shared=is_shared)
     say(f"metadata {transport.metadata().hex()}")
     for line in sys.stdin:
         command, value = line.split()
@@ -50,11 +61,12 @@ def serve_memory(name: str) -> None:
 class OwnerProcess:
     """An owner in a process of its own."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_shared: bool) -> None:
         self.agent_name = name
         self.metadata = b""
+        how = ["same_host"] if is_shared else []
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.contract.transport_process", "owner", name],
+            [sys.executable, "-m", "tests.contract.transport_process", "owner", name, *how],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -104,9 +116,9 @@ class ProcessWorld:
 
     num_restarts = 2
 
-    def __init__(self, owner: OwnerProcess, spares: list[OwnerProcess]) -> None:
-        self.local = torch.zeros(SIZE, dtype=torch.uint8)
-        self.reader: BlockTransport = NixlTransport("reader-0", self.local, connect_timeout_s=2.0)
+    def __init__(self, owner: OwnerProcess, spares: list[OwnerProcess], *, is_shared: bool) -> None:
+        self.reader, self.local = make_transport("reader-0", is_shared=is_shared, timeout_s=2.0)
+        self.maps_its_owners = is_shared
         self.owner: Owner = owner
         self._spares = spares
 
@@ -125,13 +137,13 @@ async def idle_share(process: psutil.Process) -> float:
     return (after.user + after.system - before.user - before.system) / (time.monotonic() - started_s)
 
 
-async def run_scenarios() -> dict[str, str | float]:
+async def run_scenarios(*, is_shared: bool) -> dict[str, str | float]:
     """Each scenario's name with "" or what went wrong, and the idle shares."""
-    owner, *spares = [OwnerProcess(f"owner-{number}") for number in range(6)]
+    owner, *spares = [OwnerProcess(f"owner-{number}", is_shared=is_shared) for number in range(6)]
     results: dict[str, str | float] = {}
     try:
         await owner.wait_ready()
-        world = ProcessWorld(owner, spares)
+        world = ProcessWorld(owner, spares, is_shared=is_shared)
         for name, scenario in SCENARIOS.items():
             task = asyncio.ensure_future(scenario(world))
             done, _ = await asyncio.wait([task], timeout=60)
@@ -148,10 +160,11 @@ async def run_scenarios() -> dict[str, str | float]:
 
 def main() -> None:
     die_with_parent()
+    is_shared = sys.argv[-1] == "same_host"
     if sys.argv[1] == "owner":
-        serve_memory(sys.argv[2])
+        serve_memory(sys.argv[2], is_shared=is_shared)
     else:
-        Path(sys.argv[2]).write_text(json.dumps(asyncio.run(run_scenarios())))
+        Path(sys.argv[2]).write_text(json.dumps(asyncio.run(run_scenarios(is_shared=is_shared))))
 
 
 if __name__ == "__main__":

@@ -110,6 +110,7 @@ class ProcessGroup:
         num_blocks: int = 64,
         lease_s: float = 3.0,
         read_deadline_s: float = 1.5,
+        same_host: bool = False,
         keeps_addresses: bool = False,
         **model: Any,
     ) -> None:
@@ -123,6 +124,7 @@ class ProcessGroup:
             num_blocks: KV blocks of each worker.
             lease_s: Of a hand-off.
             read_deadline_s: Of a read of blocks.
+            same_host: Whether blocks are copied through shared memory; else through the network library.
             keeps_addresses: Whether every life of a worker listens on the same port.
             **model: Further fields of ModelConfig.
         """
@@ -146,7 +148,7 @@ class ProcessGroup:
                 PoolConfig(name=role, role=role, num_threads=1, host="127.0.0.1")  # type: ignore[arg-type]
                 for role in sorted(set(workers.values()))
             ],
-            "handoff": HandoffConfig(lease_s=lease_s, read_deadline_s=read_deadline_s),
+            "handoff": HandoffConfig(lease_s=lease_s, read_deadline_s=read_deadline_s, same_host=same_host),
         }
 
     async def __aenter__(self) -> Self:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_store.layout import ALIGNMENT, Arena, BlockLayout, KvGroup, arena_bytes
+from kv_store.transfer.shared_memory import PeerMapping
 from messages.errors import ConfigError
 from messages.handoff import BlockId
 
@@ -231,3 +232,23 @@ def test_a_group_with_impossible_sizes_is_refused(changes: dict[str, Any]) -> No
 def test_an_impossible_layout_is_refused(make: Callable[[], object]) -> None:
     with pytest.raises(ConfigError):
         make()
+
+
+def test_a_shared_arena_is_mapped_by_others_where_its_own_process_writes() -> None:
+    arena = Arena(layout(), (2,), is_shared=True)
+    assert arena.shared is not None
+    mapping = PeerMapping.open(arena.shared.address)
+    assert mapping is not None
+    offset = arena.buffer.data_ptr() - arena.shared.tensor.data_ptr()
+
+    start, size = arena.block_range(0, BlockId(1))
+    arena.buffer[start : start + size] = 7
+
+    assert arena.buffer.data_ptr() % ALIGNMENT == 0
+    assert (mapping.bytes[offset + start : offset + start + size] == 7).all()
+    assert not (mapping.bytes[offset : offset + start] == 7).any()
+    mapping.close()
+
+
+def test_an_arena_is_its_own_processs_unless_it_is_to_be_shared() -> None:
+    assert Arena(layout(), (2,)).shared is None
