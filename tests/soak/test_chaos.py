@@ -6,6 +6,7 @@ client hearing of it; when its gateway dies, the SDK says so, and the same reque
 
 import asyncio
 import itertools
+import math
 import os
 import random
 import statistics
@@ -31,8 +32,7 @@ SHARDS = (0, 1)
 NUM_CLIENTS = 8
 NUM_PROMPTS = 40
 TIMEOUT_S = 30.0
-GATEWAY_AWAY_S = 15.0
-"""A gateway that was killed is back by then."""
+RECONNECT_S = 5.0
 CALM_S = 2.0
 """Load without kills, before the first and after the last."""
 MAX_NEW = 40
@@ -46,7 +46,12 @@ class GatewayProcess:
     grpc_port: int
     http_port: int
     process: asyncio.subprocess.Process | None = None
-    killed_s: list[float] = field(default_factory=list)
+    away_s: list[tuple[float, float]] = field(default_factory=list)
+    """From each kill to when it served again."""
+
+    def was_away(self, first_s: float, last_s: float) -> bool:
+        """Whether it was dead at any time between the two."""
+        return any(killed_s <= last_s and first_s <= back_s for killed_s, back_s in self.away_s)
 
     async def start(self, config_file: Path, log: Path) -> None:
         arguments = [str(config_file), str(self.grpc_port), str(self.http_port)]
@@ -65,7 +70,7 @@ class GatewayProcess:
 
     async def kill(self) -> None:
         assert self.process is not None
-        self.killed_s.append(time.monotonic())
+        self.away_s.append((time.monotonic(), math.inf))
         with suppress(ProcessLookupError):
             self.process.kill()
         await self.process.wait()
@@ -135,6 +140,9 @@ class Chaos:
             async with asyncio.timeout(60):
                 while not await _is_serving(client):  # noqa: ASYNC110 - it is another process
                     await asyncio.sleep(0.1)
+        if gateway.away_s:
+            # Channels that have failed to connect try again a moment later.
+            gateway.away_s[-1] = (gateway.away_s[-1][0], time.monotonic() + RECONNECT_S)
 
     async def kill_shard(self, index: int) -> None:
         at_s = time.monotonic()
@@ -160,7 +168,7 @@ class Chaos:
                 tokens, num_replays = await ask(client, seed)
             except KVFerryError as error:
                 # Only the death of the gateway itself may be seen, and must be.
-                if not error.retryable or not any(at_s > sent_s - GATEWAY_AWAY_S for at_s in gateway.killed_s):
+                if not error.retryable or not gateway.was_away(sent_s, time.monotonic()):
                     raise
                 was_retried = True
                 tokens, num_replays = await ask(spare, seed)
