@@ -49,6 +49,9 @@ class ScriptedRouter:
     def context_length(self) -> int | None:
         return self._context_length
 
+    def capacity_tokens(self) -> int:
+        return 1_000_000
+
     async def route(self, request: GenerationRequest) -> "ScriptedRoute":
         self.requests.append(request)
         return ScriptedRoute(self, request, self._delay_s)
