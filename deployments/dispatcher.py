@@ -106,8 +106,7 @@ class Dispatcher:
         """Whether a request of any length could be placed now."""
         self.fleet.refresh()
         columns = self.fleet.snapshot.columns
-        decodes_alone = columns.can_decode & columns.can_prefill
-        return bool(columns.can_decode.any() and (columns.can_prefill & ~columns.can_decode | decodes_alone).any())
+        return bool(columns.can_decode.any() and columns.can_prefill.any())
 
     async def send(self, ask: Ask) -> Sent:
         """Choose workers and reserve on them.

@@ -115,7 +115,9 @@ async def disturbed(group: ProcessGroup, story: Story, *after: int) -> Completio
     return result
 
 
-@pytest.mark.parametrize("lost_after", [1, 2, 9, 20])
+@pytest.mark.parametrize(
+    "lost_after", [1, pytest.param(2, marks=pytest.mark.slow), 9, pytest.param(20, marks=pytest.mark.slow)]
+)
 async def test_the_client_sees_one_gapless_stream_with_the_same_tokens(
     group: ProcessGroup, reference: Reference, lost_after: int
 ) -> None:
@@ -160,7 +162,13 @@ CARRIED = {
 }
 
 
-@pytest.mark.parametrize("carried", CARRIED.values(), ids=CARRIED)
+@pytest.mark.parametrize(
+    "carried",
+    [
+        pytest.param(carried, id=name, marks=() if name in ("penalties", "several choices") else pytest.mark.slow)
+        for name, carried in CARRIED.items()
+    ],
+)
 async def test_what_a_choice_carries_goes_with_it(group: ProcessGroup, carried: dict[str, Any]) -> None:
     """Rule 23."""
     parameters = {"max_tokens": 30, "ignore_eos": True} | carried
@@ -252,6 +260,6 @@ async def test_many_streams_of_one_worker_go_on_elsewhere(group: ProcessGroup, r
 
     for story in stories:
         assert story.tokens[0] == reference(story.prompt, 60)
-    assert 1 in {result.provenance.num_replays for result in results}
+    assert {result.provenance.num_replays for result in results} == {0, 1}
     await group.mend()
     await group.until_baseline()
