@@ -141,6 +141,11 @@ class RoutingConfig(Section):
         gt=0,
         description="Every request should begin within this; after half of it, it may go to any pool.",
     )
+    thresholds: Literal["fixed", "adaptive"] = Field(
+        default="fixed",
+        description="fixed: the pools' prefill ranges stay as they are here. adaptive: they move so that the pools "
+        "carry equal loads for the workers they have; they must follow one another.",
+    )
 
     @model_validator(mode="after")
     def _spills_with_hysteresis(self) -> Self:

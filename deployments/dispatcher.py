@@ -23,6 +23,7 @@ from cluster.pools import PromptClass, classify
 from cluster.reuse import ReusePlan
 from cluster.snapshot import Bools
 from deployments.fleet import Fleet
+from deployments.moving_ranges import MovingRanges
 from messages.errors import RegistryError, Unavailable
 from messages.requests import GenerationRequest
 from messages.reservations import Need, Reservation
@@ -92,13 +93,22 @@ class Dispatcher:
         ledger: Of all gateways.
         rules: What is configured.
         metrics: Where decisions are counted.
+        ranges: Hears of every prompt, and moves the ranges of the fleet's pools; None: they stay.
     """
 
-    def __init__(self, fleet: Fleet, ledger: Ledger, rules: DispatchRules, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        ledger: Ledger,
+        rules: DispatchRules,
+        metrics: GatewayMetrics,
+        ranges: MovingRanges | None = None,
+    ) -> None:
         self.fleet = fleet
         self._ledger = ledger
         self._rules = rules
         self._metrics = metrics
+        self._ranges = ranges
         self._endings: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
 
@@ -260,6 +270,8 @@ class Dispatcher:
         )
 
     def _count(self, sent: Sent) -> None:
+        if self._ranges is not None:
+            self._ranges.note(sent.uncached_tokens)
         kind = "local" if sent.prefill is None else "remote"
         self._metrics.decisions.labels(prefill=kind, prompt_class=sent.prompt_class).inc()
         self._metrics.reuse_decisions.labels(verdict=sent.reuse.verdict).inc()

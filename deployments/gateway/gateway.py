@@ -1,6 +1,7 @@
 """The Gateway deployment: owns the listeners, follows the workers, and answers requests through the router."""
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -10,13 +11,16 @@ from cluster.ledger_faults import with_faults as with_ledger_faults
 from cluster.placement import PlacementRules
 from cluster.policies import PolicyRules
 from cluster.pool_board import SpillRules
+from cluster.pools import prefill_boundaries
 from cluster.reuse import ReuseRules
+from cluster.thresholds import AdaptiveThresholds, ThresholdRules
 from deployments.config import AppConfig, faults, parse_config
 from deployments.config_kv import ReuseConfig
 from deployments.dispatcher import Dispatcher, DispatchRules
 from deployments.fleet import Fleet
 from deployments.gateway.listeners import Listeners
 from deployments.gateway.text_service import TextService
+from deployments.moving_ranges import MovingRanges
 from deployments.registry_client import hooks_into, make_ledger, make_registry, tend
 from deployments.router import Router
 from deployments.worker_links import WorkerLinks
@@ -61,7 +65,7 @@ class GatewayRuntime:
         ledger = await exits.enter_async_context(DegradingLedger(shared))
         metrics.registry.register(LedgerCollector(ledger))
         fleet = make_fleet(config, links)
-        dispatcher = Dispatcher(fleet, ledger, dispatch_rules(config), metrics)
+        dispatcher = Dispatcher(fleet, ledger, dispatch_rules(config), metrics, _moving_ranges(config, fleet))
         exits.push_async_callback(dispatcher.close)
         router = Router(links, registry, dispatcher, metrics, config.limits.max_buffered_events)
         self.service = TextService(config.model.name, tokenizer, router, metrics, config.limits)
@@ -127,6 +131,13 @@ def make_fleet(config: AppConfig, links: WorkerLinks) -> Fleet:
     routing = config.routing
     spill = SpillRules(enter=routing.spill_enter, leave=routing.spill_leave, long_max_wait_s=routing.long_max_wait_s)
     return Fleet(links, config.pool_specs(), spill, _reuse_rules(config.reuse))
+
+
+def _moving_ranges(config: AppConfig, fleet: Fleet) -> MovingRanges | None:
+    boundaries = prefill_boundaries(config.pool_specs())
+    if config.routing.thresholds == "fixed" or boundaries is None:
+        return None
+    return MovingRanges(fleet.board, AdaptiveThresholds(boundaries, ThresholdRules(), time.monotonic))
 
 
 def dispatch_rules(config: AppConfig) -> DispatchRules:
