@@ -1,5 +1,6 @@
 """Finds out who holds a request's prefix, has it sent to workers, and knows the links to them."""
 
+from cluster.explanation import PlacementExplanation
 from cluster.reuse import ReusePlan
 from deployments.dispatcher import Ask, Dispatcher, Sent
 from deployments.route import Route
@@ -52,6 +53,15 @@ class Router:
     async def route(self, request: GenerationRequest) -> Route:
         """Make a way for `request`; where it leads is decided when its tokens are asked for."""
         return Route(self, request, await self.lookup(request))
+
+    async def explain(self, request: GenerationRequest) -> PlacementExplanation:
+        """Say where `request` would go now; nothing runs and nothing is reserved.
+
+        Raises:
+            Unavailable: No worker can take it.
+        """
+        ask = Ask(request=request, hits=await self.lookup(request), nonce=request.request_id)
+        return self.dispatcher.explain(ask)
 
     async def lookup(self, request: GenerationRequest) -> dict[str, int]:
         """Cached leading tokens of a request by worker id; empty when nothing is known."""

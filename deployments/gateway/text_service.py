@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Protocol
 
 from cluster.admission import Admission, AdmissionRules, Ask
+from cluster.explanation import PlacementExplanation
 from deployments.config import LimitsConfig
 from deployments.gateway.sampling import check_ids, make_sampling
 from deployments.gateway.waiting_line import WaitingLine
-from deployments.service import ChatTurn, Chunk, GenerationSpec, ModelCard, Summary
+from deployments.service import ChatTurn, Chunk, Explanation, GenerationSpec, ModelCard, Summary
 from deployments.streaming import TextAnswer
 from engine.tokenizer import Tokenizer
 from kv_store.block_key import tenant_salt
@@ -58,6 +59,14 @@ class TokenSource(Protocol):
 
     async def route(self, request: GenerationRequest) -> TokenRoute:
         """Decide where a request runs.
+
+        Raises:
+            Unavailable: No worker can take it.
+        """
+        ...
+
+    async def explain(self, request: GenerationRequest) -> PlacementExplanation:
+        """Say where a request would run now; nothing runs and nothing is reserved.
 
         Raises:
             Unavailable: No worker can take it.
@@ -117,10 +126,23 @@ class TextService:
             code = "CANCELLED"
             raise
         finally:
-            self._num_running -= 1
-            self._metrics.in_flight.dec()
+            self._leave()
             self._metrics.requests.labels(model=self._model, code=code).inc()
             self._metrics.e2e.observe(time.monotonic() - started_s)
+
+    async def explain(self, spec: GenerationSpec) -> Explanation:
+        """Say where a request would run now; see GenerationService."""
+        # It takes a place like any other while it is tokenized, or questions without end would go past every bound.
+        self._enter()
+        try:
+            async with asyncio.timeout(self._timeout_s(spec)):
+                request = await self._request(spec)
+                placement = await self._router.explain(request)
+        except TimeoutError:
+            raise DeadlineExceeded("the request's time is over", timeout_s=self._timeout_s(spec)) from None
+        finally:
+            self._leave()
+        return Explanation(prompt_tokens=len(request.prompt_token_ids), placement=placement)
 
     def tend(self) -> None:
         """Follow the workers that come and go, and the clock: whoever waits is told; to be called now and then."""
@@ -147,6 +169,13 @@ class TextService:
         self._num_running += 1
         self._metrics.in_flight.inc()
 
+    def _leave(self) -> None:
+        self._num_running -= 1
+        self._metrics.in_flight.dec()
+
+    def _timeout_s(self, spec: GenerationSpec) -> float:
+        return min(spec.timeout_s or self._limits.request_timeout_s, self._limits.request_timeout_s)
+
     async def _request(self, spec: GenerationSpec) -> GenerationRequest:
         if spec.model not in (None, "", self._model):
             raise ModelNotFound(f'no model is called "{spec.model}"; there is "{self._model}"', param="model")
@@ -161,7 +190,7 @@ class TextService:
             prompt_token_ids=token_ids,
             sampling=sampling,
             salt=tenant_salt(spec.tenant),
-            timeout_s=min(spec.timeout_s or self._limits.request_timeout_s, self._limits.request_timeout_s),
+            timeout_s=self._timeout_s(spec),
             priority=spec.priority,
         )
 
