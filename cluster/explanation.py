@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cluster.placement import Placement, PrefillPlan, Ranking
+from cluster.placement import LocalReason, Placement, PrefillPlan, Ranking, RemoteReason
 from cluster.policies import PolicyName, Stage
 from cluster.snapshot import Bools
 
@@ -37,6 +37,11 @@ class StageExplanation:
     candidates: tuple[CandidateScore, ...]
     """Cheapest first, those that could not be chosen last."""
 
+    @property
+    def chosen(self) -> CandidateScore | None:
+        """The one that ranks first, as long as the ledger knows of nothing pending; None: nobody was needed."""
+        return next((each for each in self.candidates if each.rank == 0), None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementExplanation:
@@ -45,7 +50,7 @@ class PlacementExplanation:
     decode: StageExplanation
     prefill: StageExplanation | None
     """None: the decode worker computes the prompt, and nobody else was asked."""
-    reason: str
+    reason: LocalReason | RemoteReason
     """Of the prefill plan."""
     local_ms: float | None
     remote_ms: float | None

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from cluster.pools import PoolSpec, Role
+from cluster.pools import PoolSpec, Role, prefill_boundaries
 from deployments.config_errors import first_line
 from deployments.config_kv import HandoffConfig, RegistryConfig, ReuseConfig
 from deployments.config_pools import (
@@ -192,6 +192,8 @@ class AppConfig(Section):
         if len(self.models) != 1:
             raise ValueError(f"models: exactly one model is accepted for now, got {len(self.models)}")
         check_pools(self.pools, self.routing.long_prefill_tokens)
+        if self.routing.thresholds == "adaptive" and prefill_boundaries(self.pool_specs()) is None:
+            raise ValueError("routing.thresholds: adaptive needs pools whose prefill ranges follow one another")
         for pool in self.pools:
             if (pool.prefill_chunk_tokens or 0) > self.batch_tokens(pool):
                 raise ValueError(f"pools: prefill_chunk_tokens of {pool.name} is larger than its max_batch_tokens")

@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from cluster.policies import PolicyName
 from cluster.pools import PoolSpec, Role, first_gap
 from deployments.config_section import Section
 
@@ -51,6 +52,12 @@ class PoolConfig(Section):
         ge=1,
         description="Most prompt tokens of one request in one step of its workers. null: the model's, as far as a "
         "step holds it.",
+    )
+    max_queue_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Prompt tokens that may wait at one worker; when all of a pool have so many, more are refused or "
+        "go to other pools. null: no bound; a queue of routing.long_max_wait_s counts as filled.",
     )
     num_threads: int | None = Field(
         default=None,
@@ -107,6 +114,7 @@ class PoolConfig(Section):
             max_prefill_tokens=most,
             min_context_tokens=context.min,
             max_context_tokens=context.max,
+            max_queue_tokens=self.max_queue_tokens,
         )
 
 
@@ -121,12 +129,49 @@ class RoutingConfig(Section):
         ge=0,
         description="Uncached prompt tokens up to which decode computes them itself. null: one block.",
     )
+    policy: PolicyName = Field(
+        default="predicted_latency", description="How the workers that may take a request are compared."
+    )
+    spill_enter: float = Field(
+        default=0.8, gt=0, le=1, description="From this load on, a pool's requests may go to other pools."
+    )
+    spill_leave: float = Field(default=0.5, ge=0, lt=1, description="Down to this load they still may.")
+    long_max_wait_s: float = Field(
+        default=10.0,
+        gt=0,
+        description="Every request should begin within this; after half of it, it may go to any pool.",
+    )
+    thresholds: Literal["fixed", "adaptive"] = Field(
+        default="fixed",
+        description="fixed: the pools' prefill ranges stay as they are here. adaptive: they move so that the pools "
+        "carry equal loads for the workers they have; they must follow one another.",
+    )
+
+    @model_validator(mode="after")
+    def _spills_with_hysteresis(self) -> Self:
+        if self.spill_leave >= self.spill_enter:
+            raise ValueError("spill_leave must be less than spill_enter")
+        return self
 
 
 class LimitsConfig(Section):
     """What one request may ask for and how much may wait."""
 
     max_queue: int = Field(default=256, ge=1, description="Requests in the gateway at a time; one more is refused.")
+    max_running_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens of prompt and counted output that one gateway serves at a time; more wait. null: the KV of "
+        "all workers that decode.",
+    )
+    max_waiting_tokens: int | None = Field(
+        default=None, ge=1, description="Such tokens that may wait in one gateway. null: as many as may be served."
+    )
+    counted_output_tokens: int = Field(
+        default=256,
+        ge=0,
+        description="Output tokens that are counted for a request before they are there, if it may have so many.",
+    )
     max_buffered_events: int = Field(
         default=1024, ge=1, description="Token events that may wait for a slow client before its request is aborted."
     )

@@ -18,10 +18,12 @@ from cluster.explanation import PlacementExplanation, explain
 from cluster.ledger import Ledger
 from cluster.placement import Placement, PlacementRules, PrefillPlan, Ranking
 from cluster.policies import PlacementDemand, Stage
+from cluster.pool_board import Allowance, Reason
 from cluster.pools import PromptClass, classify
 from cluster.reuse import ReusePlan
 from cluster.snapshot import Bools
 from deployments.fleet import Fleet
+from deployments.moving_ranges import MovingRanges
 from messages.errors import RegistryError, Unavailable
 from messages.requests import GenerationRequest
 from messages.reservations import Need, Reservation
@@ -52,6 +54,8 @@ class Sent:
     reuse: ReusePlan = field(default_factory=ReusePlan)
     """What the worker that computes the prompt fetches before."""
     reservations: Mapping[Role, Reservation] = field(default_factory=dict)
+    pool_reasons: Mapping[Role, Reason] = field(default_factory=dict)
+    """Why these pools, for each worker that was chosen among several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +72,8 @@ class Ask:
     avoided: frozenset[str] = frozenset()
     """Workers that must not be chosen."""
     waited_s: float = 0.0
+    kept: Reservation | None = None
+    """On the decode worker of an earlier attempt, which goes on with it if it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +82,7 @@ class DispatchRules:
 
     placement: PlacementRules
     long_prefill_tokens: int
-    reservation_ttl_s: float = 600.0
+    reservation_ttl_s: float = 60.0
 
 
 class Dispatcher:
@@ -87,13 +93,22 @@ class Dispatcher:
         ledger: Of all gateways.
         rules: What is configured.
         metrics: Where decisions are counted.
+        ranges: Hears of every prompt, and moves the ranges of the fleet's pools; None: they stay.
     """
 
-    def __init__(self, fleet: Fleet, ledger: Ledger, rules: DispatchRules, metrics: GatewayMetrics) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        ledger: Ledger,
+        rules: DispatchRules,
+        metrics: GatewayMetrics,
+        ranges: MovingRanges | None = None,
+    ) -> None:
         self.fleet = fleet
         self._ledger = ledger
         self._rules = rules
         self._metrics = metrics
+        self._ranges = ranges
         self._endings: set[asyncio.Task[None]] = set()
         self._closing = asyncio.Event()
 
@@ -101,8 +116,7 @@ class Dispatcher:
         """Whether a request of any length could be placed now."""
         self.fleet.refresh()
         columns = self.fleet.snapshot.columns
-        decodes_alone = columns.can_decode & columns.can_prefill
-        return bool(columns.can_decode.any() and (columns.can_prefill & ~columns.can_decode | decodes_alone).any())
+        return bool(columns.can_decode.any() and columns.can_prefill.any())
 
     async def send(self, ask: Ask) -> Sent:
         """Choose workers and reserve on them.
@@ -124,15 +138,15 @@ class Dispatcher:
             Unavailable: No worker can take it.
         """
         placement, allowed = self._compare(ask)
-        ranking = placement.rank_decode(allowed)
+        ranking = placement.rank_decode(allowed.mask)
         row = ranking.rows[0]
-        may_prefill = self._may_prefill(placement, ask)
-        plan = placement.plan_prefill(row, may_prefill, force_remote=ask.forces_remote)
-        return explain(placement, (ranking, allowed), row, (plan, may_prefill))
+        others, _ = self._may_prefill(placement, ask)
+        plan = placement.plan_prefill(row, others, force_remote=ask.forces_remote)
+        return explain(placement, (ranking, allowed.mask), row, (plan, others))
 
-    def release(self, sent: Sent) -> None:
-        """The attempt is over: give back what it still holds."""
-        for reservation in sent.reservations.values():
+    def release(self, *reservations: Reservation) -> None:
+        """What these were for is over: give back what they still hold."""
+        for reservation in reservations:
             self._keep(self._release(reservation))
 
     def release_soon(self, reservation: Reservation) -> None:
@@ -147,30 +161,43 @@ class Dispatcher:
     async def _try(self, ask: Ask) -> Sent | None:
         """Place it once; None when the snapshot has changed under it."""
         placement, allowed = self._compare(ask)
-        ranking = placement.rank_decode(allowed)
-        need = placement.need(decodes=True, prefills_at=self._prefiller_at(placement, ranking.rows[0]))
-        decode = await self._reserve("decode", ranking, need, ask)
+        reasons: dict[Role, Reason] = {"decode": allowed.reason}
+        decode = self._still_good(ask, placement)
+        if decode is None:
+            ranking = placement.rank_decode(allowed.mask)
+            need = placement.need(decodes=True, prefills_at=self._prefiller_at(placement, ranking.rows[0]))
+            decode = await self._reserve("decode", ranking, need, ask)
         reservations: dict[Role, Reservation] = {"decode": decode}
         try:
             row = self.fleet.snapshot.row_of(decode.worker_id)
             if row is None or not placement.is_current:
                 self._give_back(reservations)
                 return None
-            plan = placement.plan_prefill(row, self._may_prefill(placement, ask), force_remote=ask.forces_remote)
+            others, reason = self._may_prefill(placement, ask)
+            plan = placement.plan_prefill(row, others, force_remote=ask.forces_remote)
             if plan.ranking is None:
-                return self._sent(placement, row, None, plan, reservations)
+                return replace(self._sent(placement, row, None, plan, reservations), pool_reasons=reasons)
+            reasons["prefill"] = reason
             need = placement.need(prefills_at=plan.ranking.rows[0])
             reservations["prefill"] = await self._reserve("prefill", plan.ranking, need, ask)
             prefill_row = self.fleet.snapshot.row_of(reservations["prefill"].worker_id)
             if prefill_row is None or not placement.is_current:
                 self._give_back(reservations)
                 return None
-            return self._sent(placement, row, prefill_row, plan, reservations)
+            return replace(self._sent(placement, row, prefill_row, plan, reservations), pool_reasons=reasons)
         except BaseException:
             self._give_back(reservations)
             raise
 
-    def _compare(self, ask: Ask) -> tuple[Placement, Bools]:
+    def _still_good(self, ask: Ask, placement: Placement) -> Reservation | None:
+        """The reservation of an earlier attempt, if that life of its worker is still there and not avoided."""
+        kept, snapshot = ask.kept, placement.snapshot
+        row = None if kept is None else snapshot.row_of(kept.worker_id)
+        if kept is None or row is None or kept.worker_id in ask.avoided:
+            return None
+        return kept if snapshot.incarnations[row] == kept.incarnation else None
+
+    def _compare(self, ask: Ask) -> tuple[Placement, Allowance]:
         """The request against the newest snapshot, and the rows that may decode it."""
         self.fleet.refresh()
         snapshot, request = self.fleet.snapshot, ask.request
@@ -185,15 +212,16 @@ class Dispatcher:
             raise Unavailable("no worker takes requests now")
         return placement, self._allowed("decode", placement, ask)
 
-    def _may_prefill(self, placement: Placement, ask: Ask) -> Bools:
+    def _may_prefill(self, placement: Placement, ask: Ask) -> tuple[Bools, Reason]:
         try:
-            return self._allowed("prefill", placement, ask)
+            allowed = self._allowed("prefill", placement, ask)
         except Unavailable:
             # Perhaps nobody else is needed; the plan says so if one is.
-            return np.zeros(len(placement.snapshot), np.bool_)
+            return np.zeros(len(placement.snapshot), np.bool_), "dead"
+        return allowed.mask, allowed.reason
 
-    def _allowed(self, kind: Stage, placement: Placement, ask: Ask) -> Bools:
-        return self.fleet.board.allows(
+    def _allowed(self, kind: Stage, placement: Placement, ask: Ask) -> Allowance:
+        return self.fleet.board.decide(
             placement.snapshot.columns.pool,
             placement.remaining_tokens,
             len(ask.request.known_token_ids),
@@ -242,9 +270,13 @@ class Dispatcher:
         )
 
     def _count(self, sent: Sent) -> None:
+        if self._ranges is not None:
+            self._ranges.note(sent.uncached_tokens)
         kind = "local" if sent.prefill is None else "remote"
         self._metrics.decisions.labels(prefill=kind, prompt_class=sent.prompt_class).inc()
         self._metrics.reuse_decisions.labels(verdict=sent.reuse.verdict).inc()
+        for role, reason in sent.pool_reasons.items():
+            self._metrics.pool_choices.labels(role=role, reason=reason).inc()
 
     def _give_back(self, reservations: Mapping[Role, Reservation]) -> None:
         for reservation in reservations.values():

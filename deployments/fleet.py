@@ -63,6 +63,12 @@ class Fleet:
         if changed:
             self._observe()
 
+    def capacity_tokens(self) -> int:
+        """KV tokens of all live workers that decode."""
+        self.refresh()
+        columns = self.snapshot.columns
+        return int(columns.total_tokens[columns.can_decode].sum())
+
     def link(self, worker_id: str) -> WorkerLink | None:
         """The link to a live worker, as of the last refresh."""
         seen = self._seen.get(worker_id)

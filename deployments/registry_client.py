@@ -6,6 +6,7 @@ from pathlib import Path
 
 from deployments.config import environment_variable
 from deployments.config_kv import RegistryConfig
+from kv_store.redis_ledger import RedisLedger
 from kv_store.registry.connection import ShardAccess
 from kv_store.registry.protocol import PrefixHits, Registry
 from kv_store.registry.redis import RedisRegistry
@@ -31,17 +32,19 @@ def make_registry(config: RegistryConfig, hooks: ShardHooks | None = None) -> Re
         config.namespace,
         limits=ShardLimits(timeout_s=config.timeout_s),
         entry_ttl_s=config.entry_ttl_s,
-        access=ShardAccess(
-            username=config.username,
-            password=_password(config),
-            ca_file=config.ca_file,
-            certificate_file=config.certificate_file,
-            key_file=config.key_file,
-            check_hostname=config.check_hostname,
-        ),
+        access=_access(config),
         is_cluster=config.cluster,
         hooks=hooks,
     )
+
+
+def make_ledger(config: RegistryConfig) -> RedisLedger:
+    """Make the ledger of all gateways, on the registry's servers; it connects when it is used.
+
+    Raises:
+        ConfigError: As for `make_registry`.
+    """
+    return RedisLedger(config.urls, config.namespace, access=_access(config), is_cluster=config.cluster)
 
 
 def hooks_into(metrics: RegistryMetrics) -> ShardHooks:
@@ -70,6 +73,17 @@ async def tend(registry: Registry) -> None:
     while True:
         await asyncio.sleep(TEND_PERIOD_S * random.uniform(0.8, 1.2))  # noqa: S311 - jitter
         await registry.tend()
+
+
+def _access(config: RegistryConfig) -> ShardAccess:
+    return ShardAccess(
+        username=config.username,
+        password=_password(config),
+        ca_file=config.ca_file,
+        certificate_file=config.certificate_file,
+        key_file=config.key_file,
+        check_hostname=config.check_hostname,
+    )
 
 
 def _password(config: RegistryConfig) -> str | None:

@@ -8,23 +8,23 @@ the stream early (client gone, deadline, an error) aborts the request on every w
 
 import asyncio
 import logging
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from cluster.reuse import ReusePlan
-from cluster.routing import Decision
+from deployments.dispatcher import Ask, Role, Sent
 from deployments.merge import merge
-from deployments.worker_links import Exchange, Incoming, WorkerLink
+from deployments.placer import Placer
+from deployments.worker_links import Exchange, Incoming
 from messages.errors import NeedsPrefill, ServingError, Unavailable
 from messages.requests import GenerationRequest, RequestId
-from messages.reuse import ReuseOffer
+from messages.reservations import Reservation
 from messages.tokens import Provenance, TokenEvent
 from messages.v1 import worker_pb2 as pb
 from messages.wire import error_from_wire, request_to_wire, reuse_to_wire, tokens_from_wire
-from telemetry.metrics import GatewayMetrics
 
 log = logging.getLogger(__name__)
 
@@ -32,52 +32,6 @@ MAX_ATTEMPTS = 3
 """Before its first token a request whose worker fails is placed anew, so often in all."""
 MAX_REPLAYS = 5
 """A choice loses its worker so often before the client hears of it."""
-
-
-class Placer(Protocol):
-    """What a route asks of its router."""
-
-    metrics: GatewayMetrics
-
-    @property
-    def local_limit(self) -> int:
-        """Prompt tokens that a decode worker may compute itself."""
-        ...
-
-    async def lookup(self, request: GenerationRequest) -> dict[str, int]:
-        """Cached leading tokens of a request by worker id."""
-        ...
-
-    def decide(
-        self,
-        request: GenerationRequest,
-        hits: dict[str, int],
-        *,
-        force_remote: bool = False,
-        avoided: frozenset[str] = frozenset(),
-    ) -> Decision:
-        """Choose workers, none of `avoided`.
-
-        Raises:
-            Unavailable: No worker can take it.
-        """
-        ...
-
-    def offer(self, plan: ReusePlan, hits: dict[str, int]) -> ReuseOffer:
-        """What a plan means to the worker that is to fetch."""
-        ...
-
-    def exchange(self, request_id: RequestId) -> Exchange:
-        """A new conversation with workers."""
-        ...
-
-    def link(self, worker_id: str) -> WorkerLink:
-        """The live link to a worker.
-
-        Raises:
-            Unavailable: It went away since the decision.
-        """
-        ...
 
 
 class Route:
@@ -117,10 +71,14 @@ class Route:
         self._ended: set[int] = set()
         self._heirs: list[Route] = []
         """What goes on in its place after a loss."""
+        self._started_s = time.monotonic()
         self._num_attempts = 0
         self._num_replays = num_replays
         self._forces_remote = False
         self._avoided = avoided
+        self._sent: Sent | None = None
+        self._kept: Reservation | None = None
+        """On the decode worker, for the next attempt."""
         self._culprit = ""
         """The worker that the last failure came from."""
         self._failure = failure
@@ -132,9 +90,10 @@ class Route:
             ServingError: The request failed; everything it held is being given back.
         """
         while True:
-            decision, self._culprit = self._decide(), ""
             self._num_attempts += 1
-            source = self._remote(decision) if decision.prefill else self._local(decision)
+            self._sent = sent = await self._send()
+            self._culprit = ""
+            source = self._remote(sent) if sent.prefill else self._local(sent)
             try:
                 async with aclosing(self._run(source)) as events:
                     async for event in events:
@@ -148,6 +107,8 @@ class Route:
                     break
             else:
                 return
+            finally:
+                self._router.dispatcher.release(*(held for held in sent.reservations.values() if held != self._kept))
         async with aclosing(self._replay()) as events:
             async for event in events:
                 yield event
@@ -178,6 +139,9 @@ class Route:
         log.warning("request.moved request_id=%s kind=%s error=%s", self._request.request_id, kind, error)
         self._router.metrics.migrations.labels(request=kind).inc()
         self._failure, self._avoided = error, self._avoided | {self._culprit}
+        if self._sent is not None and self._culprit == self._sent.prefill:
+            # Another prefill worker computes for the same decode worker.
+            self._kept = self._sent.reservations["decode"]
 
     async def _replay(self) -> AsyncGenerator[TokenEvent, None]:
         """Let every choice that has not ended go on elsewhere, each as a request of its own."""
@@ -211,16 +175,29 @@ class Route:
             avoided=frozenset({self._culprit}),
         )
 
-    def _decide(self) -> Decision:
+    async def _send(self) -> Sent:
         """Choose workers, not those that have failed this request; when no other is left, the failure stands."""
+        ask = Ask(
+            request=self._request,
+            hits=self._hits,
+            nonce=f"{self._request.request_id}.{self._num_attempts}",
+            forces_remote=self._forces_remote,
+            avoided=self._avoided,
+            waited_s=time.monotonic() - self._started_s,
+            kept=self._kept,
+        )
+        kept, self._kept = self._kept, None
         try:
-            return self._router.decide(
-                self._request, self._hits, force_remote=self._forces_remote, avoided=self._avoided
-            )
-        except Unavailable:
-            if self._failure is not None:
+            sent = await self._router.send(ask)
+        except BaseException as error:
+            if kept is not None:
+                self._router.dispatcher.release(kept)
+            if isinstance(error, Unavailable) and self._failure is not None:
                 raise self._failure from None
             raise
+        if kept is not None and kept not in sent.reservations.values():
+            self._router.dispatcher.release(kept)
+        return sent
 
     async def _run(self, source: AsyncGenerator[TokenEvent, None]) -> AsyncGenerator[TokenEvent, None]:
         async with aclosing(source) as events:
@@ -233,16 +210,18 @@ class Route:
                         self._ended.add(event.choice)
                     yield fresh
 
-    async def _local(self, decision: Decision) -> AsyncGenerator[TokenEvent, None]:
+    async def _local(self, sent: Sent) -> AsyncGenerator[TokenEvent, None]:
         request = self._attempt()
         exchange = self._router.exchange(request.request_id)
-        self._provenance = Provenance(decode_worker=decision.decode)
-        submit = pb.SubmitUnified(request=request_to_wire(request))
-        if decision.is_local_limited:
-            submit.max_uncached_tokens = self._router.local_limit
-        submit.reuse.CopyFrom(self._offer(decision))
+        self._provenance = Provenance(decode_worker=sent.decode)
+        submit = pb.SubmitUnified(
+            request=request_to_wire(request),
+            max_uncached_tokens=sent.max_uncached_tokens,
+            reuse=self._offer(sent),
+            reservation=_reservation(sent, "decode"),
+        )
         try:
-            exchange.join("decode", self._router.link(decision.decode))
+            exchange.join("decode", self._router.link(sent.decode))
             exchange.send("decode", pb.GatewayMessage(submit_unified=submit))
             async with aclosing(self._decode_events(exchange, counts_cached=True)) as events:
                 async for event in events:
@@ -250,17 +229,19 @@ class Route:
         finally:
             exchange.abandon("over")
 
-    async def _remote(self, decision: Decision) -> AsyncGenerator[TokenEvent, None]:
-        assert decision.prefill is not None, "a remote decision names a prefill worker"
+    async def _remote(self, sent: Sent) -> AsyncGenerator[TokenEvent, None]:
+        assert sent.prefill is not None, "who computes the prompt elsewhere is named"
         request = self._attempt()
         exchange = self._router.exchange(request.request_id)
-        self._provenance = Provenance(prefill_worker=decision.prefill, decode_worker=decision.decode)
+        self._provenance = Provenance(prefill_worker=sent.prefill, decode_worker=sent.decode)
         try:
-            exchange.join("decode", self._router.link(decision.decode))
-            exchange.join("prefill", self._router.link(decision.prefill))
-            submit = pb.SubmitPrefill(request=request_to_wire(request), reuse=self._offer(decision))
+            exchange.join("decode", self._router.link(sent.decode))
+            exchange.join("prefill", self._router.link(sent.prefill))
+            submit = pb.SubmitPrefill(
+                request=request_to_wire(request), reuse=self._offer(sent), reservation=_reservation(sent, "prefill")
+            )
             exchange.send("prefill", pb.GatewayMessage(submit_prefill=submit))
-            firsts = await self._first_tokens(exchange, request)
+            firsts = await self._first_tokens(exchange, request, sent)
             is_over = self._begin_decode(exchange, firsts)
             for first in firsts:
                 yield first
@@ -272,7 +253,7 @@ class Route:
         finally:
             exchange.abandon("over")
 
-    async def _first_tokens(self, exchange: Exchange, request: GenerationRequest) -> list[TokenEvent]:
+    async def _first_tokens(self, exchange: Exchange, request: GenerationRequest, sent: Sent) -> list[TokenEvent]:
         """Follow the prefill, passing its progress on to the decode worker, until token 1 of each choice is there."""
         firsts: list[TokenEvent] = []
         is_done = False
@@ -283,7 +264,7 @@ class Route:
                 continue
             match event.WhichOneof("body"):
                 case "accepted":
-                    self._hand_over(exchange, request, event.accepted)
+                    self._hand_over(exchange, request, event.accepted, sent)
                 case "progress":
                     exchange.send("decode", pb.GatewayMessage(progress=event.progress))
                 case "work_done":
@@ -298,9 +279,11 @@ class Route:
                     if is_done:
                         return firsts
 
-    def _hand_over(self, exchange: Exchange, request: GenerationRequest, accepted: pb.Accepted) -> None:
+    def _hand_over(self, exchange: Exchange, request: GenerationRequest, accepted: pb.Accepted, sent: Sent) -> None:
         self.cached_tokens = accepted.cached_tokens
-        prepare = pb.Prepare(request=request_to_wire(request), handoff=accepted.handoff)
+        prepare = pb.Prepare(
+            request=request_to_wire(request), handoff=accepted.handoff, reservation=_reservation(sent, "decode")
+        )
         exchange.send("decode", pb.GatewayMessage(prepare=prepare))
         progress = pb.PrefillProgress(request_id=request.request_id, complete_tokens=accepted.cached_tokens)
         exchange.send("decode", pb.GatewayMessage(progress=progress))
@@ -359,8 +342,8 @@ class Route:
             **({} if self.provenance.prefill_worker else _reused(done)),
         )
 
-    def _offer(self, decision: Decision) -> pb.ReuseOffer:
-        return reuse_to_wire(self._router.offer(decision.reuse, self._hits))
+    def _offer(self, sent: Sent) -> pb.ReuseOffer:
+        return reuse_to_wire(self._router.offer(sent.reuse, self._hits))
 
     def _attempt(self) -> GenerationRequest:
         return replace(self._request, request_id=RequestId(f"{self._request.request_id}.{self._num_attempts}"))
@@ -369,12 +352,19 @@ class Route:
         """The event of a worker; its failure, or the loss of it, is raised, and needs no abort there."""
         event = incoming.event
         if not isinstance(event, ServingError) and event.WhichOneof("body") != "failed":
+            if event.WhichOneof("body") == "accepted" and self._sent is not None:
+                self._router.dispatcher.release_soon(self._sent.reservations[incoming.source])
             return event
         self._culprit = exchange.worker_id(incoming.source)
         exchange.finish(incoming.source)
         if isinstance(event, ServingError):
             raise event
         raise error_from_wire(event.failed.error, event.failed.message)
+
+
+def _reservation(sent: Sent, role: Role) -> pb.Reservation:
+    held = sent.reservations[role]
+    return pb.Reservation(issuer=held.issuer, sequence=held.sequence)
 
 
 def _reused(done: pb.WorkDone) -> dict[str, Any]:

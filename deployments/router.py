@@ -1,10 +1,11 @@
-"""Places requests on live workers: who holds their prefix, who is how busy, and so who gets them."""
+"""Finds out who holds a request's prefix, has it sent to workers, and knows the links to them."""
 
+from cluster.explanation import PlacementExplanation
 from cluster.reuse import ReusePlan
-from cluster.routing import Decision, Demand, RoutingRules, WorkerView, choose
+from deployments.dispatcher import Ask, Dispatcher, Sent
 from deployments.route import Route
 from deployments.worker_links import Exchange, WorkerLink, WorkerLinks
-from deployments.worker_views import offer_of, prompt_keys, view_of
+from deployments.worker_views import offer_of, prompt_keys
 from kv_store.registry.protocol import PrefixHits, Registry
 from messages.errors import Unavailable
 from messages.requests import GenerationRequest, RequestId
@@ -13,29 +14,37 @@ from telemetry.metrics import GatewayMetrics
 
 
 class Router:
-    """Decides, and knows the links to who was chosen."""
+    """Of one gateway.
+
+    Args:
+        links: To the workers.
+        registry: Says who holds which prefix.
+        dispatcher: Chooses workers and reserves on them.
+        metrics: Where migrations are counted.
+        max_buffered_events: Events of a request that may wait for its client.
+    """
 
     def __init__(
         self,
         links: WorkerLinks,
         registry: Registry,
-        rules: RoutingRules,
+        dispatcher: Dispatcher,
         metrics: GatewayMetrics,
         max_buffered_events: int,
     ) -> None:
         self._links = links
         self._registry = registry
-        self._rules = rules
+        self.dispatcher = dispatcher
         self.metrics = metrics
         self._max_buffered_events = max_buffered_events
 
     def is_ready(self) -> bool:
         """Whether a prompt of any length could be placed now."""
-        try:
-            choose(Demand(prompt_tokens=1), self._views({}), self._rules, force_remote=True)
-        except Unavailable:
-            return False
-        return True
+        return self.dispatcher.can_place()
+
+    def capacity_tokens(self) -> int:
+        """KV tokens of all live workers that decode."""
+        return self.dispatcher.fleet.capacity_tokens()
 
     def context_length(self) -> int | None:
         """Most tokens of prompt and output together on every live worker; None when there is none."""
@@ -44,6 +53,15 @@ class Router:
     async def route(self, request: GenerationRequest) -> Route:
         """Make a way for `request`; where it leads is decided when its tokens are asked for."""
         return Route(self, request, await self.lookup(request))
+
+    async def explain(self, request: GenerationRequest) -> PlacementExplanation:
+        """Say where `request` would go now; nothing runs and nothing is reserved.
+
+        Raises:
+            Unavailable: No worker can take it.
+        """
+        ask = Ask(request=request, hits=await self.lookup(request), nonce=request.request_id)
+        return self.dispatcher.explain(ask)
 
     async def lookup(self, request: GenerationRequest) -> dict[str, int]:
         """Cached leading tokens of a request by worker id; empty when nothing is known."""
@@ -57,21 +75,13 @@ class Router:
         hits = await self._registry.lookup(keys) if keys else PrefixHits()
         return {worker_id: blocks * record.block_size for worker_id, blocks in hits.by_worker.items()}
 
-    def decide(
-        self,
-        request: GenerationRequest,
-        hits: dict[str, int],
-        *,
-        force_remote: bool = False,
-        avoided: frozenset[str] = frozenset(),
-    ) -> Decision:
-        """Choose workers from the newest loads and from `hits`, cached tokens by worker id; none of `avoided`."""
-        demand = Demand(prompt_tokens=len(request.known_token_ids))
-        decision = choose(demand, self._views(hits), self._rules, force_remote=force_remote, exclude=avoided)
-        kind = "local" if decision.prefill is None else "remote"
-        self.metrics.decisions.labels(prefill=kind, prompt_class=decision.prompt_class).inc()
-        self.metrics.reuse_decisions.labels(verdict=decision.reuse.verdict).inc()
-        return decision
+    async def send(self, ask: Ask) -> Sent:
+        """Choose workers for one attempt and reserve on them.
+
+        Raises:
+            Unavailable: No worker can take it.
+        """
+        return await self.dispatcher.send(ask)
 
     def offer(self, plan: ReusePlan, hits: dict[str, int]) -> ReuseOffer:
         """What a plan means to the worker that is to fetch."""
@@ -87,15 +97,7 @@ class Router:
         Raises:
             Unavailable: It went away since the decision.
         """
-        for link in self._links.live():
-            if link.record.worker_id == worker_id:
-                return link
+        link = self.dispatcher.fleet.link(worker_id)
+        if link is not None and link.is_up:
+            return link
         raise Unavailable("the chosen worker went away", worker=worker_id)
-
-    @property
-    def local_limit(self) -> int:
-        """Prompt tokens that a decode worker may compute itself."""
-        return self._rules.local_prefill_max_tokens
-
-    def _views(self, hits: dict[str, int]) -> list[WorkerView]:
-        return [view_of(link, hits.get(link.record.worker_id, 0)) for link in self._links.live()]

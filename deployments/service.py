@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.explanation import PlacementExplanation
 from messages.requests import Grammar
 from messages.tokens import FinishReason, Provenance, Usage
 
@@ -125,6 +126,14 @@ class Chunk:
     summary: Summary | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Where a request would run, and why."""
+
+    prompt_tokens: int
+    placement: PlacementExplanation
+
+
 class GenerationService(Protocol):
     """The system behind the doors."""
 
@@ -143,5 +152,16 @@ class GenerationService(Protocol):
             InvalidRequest: A field is out of its limits; the context's `param` names it.
             ModelNotFound: `spec.model` is not served.
             ServingError: Any other class of messages/errors.py, before or between chunks.
+        """
+        ...
+
+    async def explain(self, spec: GenerationSpec) -> Explanation:
+        """Say where a request would run if it came now; nothing runs and nothing is reserved.
+
+        Raises:
+            InvalidRequest: As in `generate`.
+            ModelNotFound: As in `generate`.
+            Unavailable: Nobody could be chosen.
+            ServingError: Any other class of messages/errors.py.
         """
         ...

@@ -1,9 +1,8 @@
-"""Workers and their blocks as routing decisions see them, and decisions as workers see them."""
+"""Workers and their blocks as placements see them, and placements as workers see them."""
 
 from collections.abc import Mapping, Sequence
 
 from cluster.reuse import GroupBytes, ReusePlan, WorkerRates
-from cluster.routing import WorkerView
 from cluster.snapshot import WorkerFacts, WorkerLoad
 from cluster.step_time import StepTimes
 from deployments.worker_links import WorkerLink
@@ -26,24 +25,6 @@ def prompt_keys(request: GenerationRequest, record: WorkerRecord) -> list[BlockK
         salt=request.salt,
     )
     return block_keys(root_key(extras), request.known_token_ids, record.block_size)
-
-
-def view_of(link: WorkerLink, cached_tokens: int) -> WorkerView:
-    """A live worker by its newest heartbeat."""
-    load = link.load
-    assert load is not None, "a live link has a load"
-    free = min((group.free_blocks + group.cached_blocks for group in load.groups), default=0)
-    return WorkerView(
-        worker_id=link.record.worker_id,
-        pool=link.record.pool,
-        cached_tokens=cached_tokens,
-        queued_prefill_tokens=load.queued_prefill_tokens,
-        running=load.running,
-        waiting=load.waiting,
-        free_tokens=free * link.record.block_size,
-        fingerprint=link.record.fingerprint,
-        rates=_rates(load.rates),
-    )
 
 
 def facts_of(link: WorkerLink) -> WorkerFacts:

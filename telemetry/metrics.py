@@ -163,6 +163,54 @@ def _counter_families(labels: list[str]) -> dict[str, CounterMetricFamily]:
     return families
 
 
+class LedgerCounts(Protocol):
+    """What a ledger of reservations says of itself."""
+
+    @property
+    def is_degraded(self) -> bool:
+        """Whether this gateway reserves by its own view alone."""
+        ...
+
+    @property
+    def num_open(self) -> int:
+        """Reservations that live."""
+        ...
+
+    @property
+    def num_expired(self) -> int:
+        """Those that their time has ended."""
+        ...
+
+    @property
+    def num_released(self) -> int:
+        """Those that were given back."""
+        ...
+
+    @property
+    def num_dropped(self) -> int:
+        """Those that have ended with their worker."""
+        ...
+
+
+class LedgerCollector:
+    """Turns a ledger's counts into Prometheus families at scrape time."""
+
+    def __init__(self, source: LedgerCounts) -> None:
+        self._source = source
+
+    def collect(self) -> Iterator[Metric]:
+        """What is open, how the others ended, and whether the ledger is shared."""
+        source = self._source
+        yield GaugeMetricFamily("kvferry_reservations_open", "Reservations that live.", value=source.num_open)
+        degraded = "1 while load is reserved by this gateway's own view alone."
+        yield GaugeMetricFamily("kvferry_ledger_degraded", degraded, value=float(source.is_degraded))
+        ended = CounterMetricFamily("kvferry_reservations_ended", "Reservations that are over.", labels=["by"])
+        ended.add_metric(["expired"], source.num_expired)
+        ended.add_metric(["released"], source.num_released)
+        ended.add_metric(["dropped"], source.num_dropped)
+        yield ended
+
+
 class RegistryMetrics:
     """What a gateway sees of the registry; made before the registry, shown by `register`."""
 
@@ -215,6 +263,9 @@ class GatewayMetrics:
             "kvferry_requests", "Finished requests by outcome.", ["model", "code"], registry=self.registry
         )
         self.in_flight = Gauge("kvferry_requests_in_flight", "Requests between door and end.", registry=self.registry)
+        self.waiting = Gauge(
+            "kvferry_requests_waiting", "Requests that wait until they may begin.", registry=self.registry
+        )
         self.decisions = Counter(
             "kvferry_router_decisions",
             "Where prompts were computed.",
@@ -225,6 +276,13 @@ class GatewayMetrics:
             "kvferry_router_reuse",
             "What was decided about prefixes that another worker holds: nothing held, compute, or fetch.",
             ["verdict"],
+            registry=self.registry,
+        )
+        self.pool_choices = Counter(
+            "kvferry_router_pool_choices",
+            "Why workers of these pools might be chosen: own ones, or others because those were over their line, full "
+            "or without a worker, or because the request had waited too long.",
+            ["role", "reason"],
             registry=self.registry,
         )
         self.migrations = Counter(

@@ -1,4 +1,4 @@
-"""The `kvferry` command: serve, demo, model, config, kv, faults, version."""
+"""The `kvferry` command: serve, demo, explain, model, config, kv, faults, version."""
 
 import sys
 

@@ -13,6 +13,7 @@ import typer
 import yaml
 
 from deployments.cli.console import fetch_progress, output, stage_printer
+from deployments.cli.explain import explain
 from deployments.cli.faults import faults
 from deployments.cli.interrupt import INTERRUPTED, StopSignals
 from deployments.cli.kv import kv_app
@@ -32,6 +33,7 @@ config_app = typer.Typer(help="Look at and check a config file.", no_args_is_hel
 app.add_typer(model_app, name="model")
 app.add_typer(config_app, name="config")
 app.add_typer(kv_app, name="kv")
+app.command()(explain)
 app.command()(faults)
 
 ConfigOption = Annotated[

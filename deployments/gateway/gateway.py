@@ -1,26 +1,39 @@
 """The Gateway deployment: owns the listeners, follows the workers, and answers requests through the router."""
 
 import asyncio
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
 
+from cluster.degrading_ledger import DegradingLedger
+from cluster.ledger_faults import with_faults as with_ledger_faults
+from cluster.placement import PlacementRules
+from cluster.policies import PolicyRules
+from cluster.pool_board import SpillRules
+from cluster.pools import prefill_boundaries
 from cluster.reuse import ReuseRules
-from cluster.routing import RoutingRules
+from cluster.thresholds import AdaptiveThresholds, ThresholdRules
 from deployments.config import AppConfig, faults, parse_config
 from deployments.config_kv import ReuseConfig
+from deployments.dispatcher import Dispatcher, DispatchRules
+from deployments.fleet import Fleet
 from deployments.gateway.listeners import Listeners
 from deployments.gateway.text_service import TextService
-from deployments.registry_client import hooks_into, make_registry, tend
+from deployments.moving_ranges import MovingRanges
+from deployments.registry_client import hooks_into, make_ledger, make_registry, tend
 from deployments.router import Router
 from deployments.worker_links import WorkerLinks
 from engine.tokenizer import Tokenizer
 from kv_store.registry_faults import with_faults
 from messages.errors import ServingError
-from telemetry.metrics import GatewayMetrics, RegistryMetrics
+from telemetry.metrics import GatewayMetrics, LedgerCollector, RegistryMetrics
 
 _SILENT_LEASES = 2
 """A worker that has said nothing for so many leases is lost, whatever its sockets look like."""
+
+
+_LINE_PERIOD_S = 0.5
 
 
 class GatewayRuntime:
@@ -48,10 +61,17 @@ class GatewayRuntime:
         )
         metrics = GatewayMetrics(links)
         seen.register(metrics.registry)
-        router = Router(links, registry, routing_rules(config), metrics, config.limits.max_buffered_events)
+        shared = with_ledger_faults(make_ledger(config.registry), faults())
+        ledger = await exits.enter_async_context(DegradingLedger(shared))
+        metrics.registry.register(LedgerCollector(ledger))
+        fleet = make_fleet(config, links)
+        dispatcher = Dispatcher(fleet, ledger, dispatch_rules(config), metrics, _moving_ranges(config, fleet))
+        exits.push_async_callback(dispatcher.close)
+        router = Router(links, registry, dispatcher, metrics, config.limits.max_buffered_events)
         self.service = TextService(config.model.name, tokenizer, router, metrics, config.limits)
         self._watch = asyncio.create_task(links.watch(), name="worker-links")
         self._tend = asyncio.create_task(tend(registry), name="registry-tend")
+        self._admit = asyncio.create_task(self._tend_line(), name="waiting-line")
         exits.push_async_callback(self._stop_watching)
         gateway = config.gateway
         self.listeners = await exits.enter_async_context(
@@ -65,9 +85,15 @@ class GatewayRuntime:
         await self._exits.aclose()
 
     async def _stop_watching(self) -> None:
-        self._watch.cancel()
-        self._tend.cancel()
-        await asyncio.gather(self._watch, self._tend, return_exceptions=True)
+        tasks = (self._watch, self._tend, self._admit)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tend_line(self) -> None:
+        while True:
+            self.service.tend()
+            await asyncio.sleep(_LINE_PERIOD_S)
 
     def check(self) -> None:
         """Say whether this gateway is fit to go on.
@@ -77,6 +103,8 @@ class GatewayRuntime:
         """
         if self._watch.done():
             raise ServingError("the gateway has stopped following the workers")
+        if self._admit.done():
+            raise ServingError("the gateway has stopped admitting requests")
         if self._tend.done():
             raise ServingError("the gateway has stopped tending the registry")
 
@@ -98,13 +126,30 @@ class Gateway:
         await self._runtime.__aexit__(None, None, None)
 
 
-def routing_rules(config: AppConfig) -> RoutingRules:
-    """The configured side of routing decisions."""
-    return RoutingRules(
-        pools=config.pool_specs(),
-        local_prefill_max_tokens=config.local_prefill_max_tokens,
+def make_fleet(config: AppConfig, links: WorkerLinks) -> Fleet:
+    """The workers of the configured pools."""
+    routing = config.routing
+    spill = SpillRules(enter=routing.spill_enter, leave=routing.spill_leave, long_max_wait_s=routing.long_max_wait_s)
+    return Fleet(links, config.pool_specs(), spill, _reuse_rules(config.reuse))
+
+
+def _moving_ranges(config: AppConfig, fleet: Fleet) -> MovingRanges | None:
+    boundaries = prefill_boundaries(config.pool_specs())
+    if config.routing.thresholds == "fixed" or boundaries is None:
+        return None
+    return MovingRanges(fleet.board, AdaptiveThresholds(boundaries, ThresholdRules(), time.monotonic))
+
+
+def dispatch_rules(config: AppConfig) -> DispatchRules:
+    """The configured side of where requests go."""
+    return DispatchRules(
+        placement=PlacementRules(
+            policy=config.routing.policy,
+            costs=PolicyRules(block_size=config.model.block_size),
+            local_prefill_max_tokens=config.local_prefill_max_tokens,
+            reuse=_reuse_rules(config.reuse) if config.reuse.enabled else None,
+        ),
         long_prefill_tokens=config.routing.long_prefill_tokens,
-        reuse=_reuse_rules(config.reuse) if config.reuse.enabled else None,
     )
 
 

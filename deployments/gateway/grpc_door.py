@@ -12,11 +12,13 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from deployments.gateway.exchange import open_chunks
+from deployments.gateway.explanation_answers import explanation_message
 from deployments.gateway.grpc_types import (
     chunk_message,
     models_message,
     refuse_unknown_fields,
     spec_of_chat,
+    spec_of_explain,
     spec_of_generate,
 )
 from deployments.gateway.status_codes import details, grpc_status, translate_unexpected
@@ -81,6 +83,18 @@ class InferenceDoor(inference_pb2_grpc.InferenceServicer):
             with translate_unexpected():
                 refuse_unknown_fields(request)
                 return models_message(self._service.models())
+        except ServingError as error:
+            return await context.abort(grpc_status(error), details(error))
+
+    async def Explain(  # noqa: N802 - the contract's name
+        self, request: inference_pb2.ExplainRequest, context: Context
+    ) -> inference_pb2.Explanation:
+        """Say where a request would run."""
+        await _echo_request_id(context)
+        try:
+            with translate_unexpected():
+                spec = spec_of_explain(request, context.time_remaining())
+                return explanation_message(await self._service.explain(spec))
         except ServingError as error:
             return await context.abort(grpc_status(error), details(error))
 

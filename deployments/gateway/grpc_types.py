@@ -69,6 +69,22 @@ def spec_of_chat(request: inference_pb2.ChatRequest, timeout_s: float | None) ->
     )
 
 
+def spec_of_explain(request: inference_pb2.ExplainRequest, timeout_s: float | None) -> GenerationSpec:
+    """Check the request that is asked about.
+
+    Raises:
+        InvalidRequest: There is none, or a field of it is unknown here, missing or out of its limits.
+    """
+    refuse_unknown_fields(request)
+    match request.WhichOneof("request"):
+        case "generate":
+            return spec_of_generate(request.generate, timeout_s)
+        case "chat":
+            return spec_of_chat(request.chat, timeout_s)
+        case _:
+            raise InvalidRequest("request must be generate or chat", param="request")
+
+
 def refuse_unknown_fields(message: Message) -> None:
     """Raise InvalidRequest for a field that a newer client set, here or in a message inside; ignoring it would lie."""
     unknown = UnknownFieldSet(message)

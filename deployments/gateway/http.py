@@ -1,4 +1,4 @@
-"""The HTTP door: the OpenAI chat API, health and metrics.
+"""The HTTP door: the OpenAI chat API, explanations, health and metrics.
 
 An error before the first chunk is an HTTP status; after it, an `error` event that ends the stream without [DONE].
 A client that goes away, streaming or not, ends its request at once.
@@ -20,9 +20,16 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.gateway.exchange import open_chunks
+from deployments.gateway.explanation_answers import explanation_object
 from deployments.gateway.openai_answers import ChatAnswer, make_answer, model_object
-from deployments.gateway.openai_types import ChatRequest, parse_chat_request
-from deployments.gateway.status_codes import error_body, http_headers, http_status, openai_error
+from deployments.gateway.openai_types import ChatRequest, parse_chat_request, parse_explain_request
+from deployments.gateway.status_codes import (
+    error_body,
+    http_headers,
+    http_status,
+    openai_error,
+    translate_unexpected,
+)
 from deployments.service import Chunk, GenerationService
 from messages.errors import Draining, ModelNotFound, ServingError
 
@@ -42,6 +49,7 @@ def make_http_app(service: GenerationService, metrics_registry: CollectorRegistr
     pages = _Pages(service, metrics_registry)
     routes = [
         Route("/v1/chat/completions", ChatEndpoint(service, cut), methods=["POST"]),
+        Route("/explain", pages.explain, methods=["POST"]),
         Route("/v1/models", pages.models, methods=["GET"]),
         Route("/v1/models/{name:path}", pages.model, methods=["GET"]),
         Route("/health", pages.health, methods=["GET"]),
@@ -106,6 +114,16 @@ class _Pages:
         self._service = service
         self._metrics_registry = metrics_registry
         self._created = int(time.time())
+
+    async def explain(self, request: Request) -> Response:
+        try:
+            body = await _read_body(request)
+        except ClientDisconnect:
+            # Nobody hears it.
+            return Response(status_code=499)
+        with translate_unexpected():
+            explanation = await self._service.explain(parse_explain_request(body))
+            return JSONResponse(explanation_object(explanation))
 
     async def models(self, request: Request) -> Response:
         cards = [model_object(card, created=self._created) for card in self._service.models()]

@@ -1,4 +1,7 @@
-"""The body of a chat request of the OpenAI API, and the extensions that this server takes in it."""
+"""The body of a chat request of the OpenAI API, and the extensions that this server takes in it.
+
+A question about a chat request has the same body.
+"""
 
 import json
 from collections.abc import Mapping
@@ -67,6 +70,18 @@ def parse_chat_request(body: bytes) -> ChatRequest:
         stream=stream,
         include_usage=_parse_include_usage(fields.get("stream_options"), stream=stream),
     )
+
+
+def parse_explain_request(body: bytes) -> GenerationSpec:
+    """Read the body of POST /explain, which is that of a chat request.
+
+    Raises:
+        InvalidRequest: As for a chat request; or it asks for a stream, which an explanation is not.
+    """
+    chat = parse_chat_request(body)
+    if chat.stream:
+        raise InvalidRequest("stream must be false or left out: an explanation comes whole", param="stream")
+    return chat.spec
 
 
 def _parse_object(body: bytes) -> Mapping[str, object]:

@@ -14,7 +14,17 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from deployments.gateway.sampling import check_ids
-from deployments.service import ChatTurn, Chunk, Finish, GenerationSpec, ModelCard, ScoredToken, Summary
+from deployments.gateway.scripted_placement import explain_scripted
+from deployments.service import (
+    ChatTurn,
+    Chunk,
+    Explanation,
+    Finish,
+    GenerationSpec,
+    ModelCard,
+    ScoredToken,
+    Summary,
+)
 from engine.stop_strings import StopMatcher
 from messages.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, ServingError
 from messages.tokens import FinishReason, Provenance, Usage
@@ -153,8 +163,10 @@ class ScriptedService:
         self.ready = is_ready
         self.specs: list[GenerationSpec] = []
         """Every request so far."""
+        self.explained: list[GenerationSpec] = []
+        """Every request that was only asked about."""
         self.num_running = 0
-        """Requests whose iterator is neither at its end nor closed."""
+        """Requests whose iterator is neither at its end nor closed, and explanations under way."""
         self._models = list(models)
         self._vocab_size = vocab_size
         self._numbers = itertools.count(1)
@@ -184,6 +196,19 @@ class ScriptedService:
                     return
             await answer.pause(math.inf if self.script.hang else 0.0)
             raise self.script.error or ServingError("the script has no pieces")
+        finally:
+            self.num_running -= 1
+
+    async def explain(self, spec: GenerationSpec) -> Explanation:
+        """Place a request among scripted workers, after one delay; the script's error and its hanging are kept."""
+        self.explained.append(spec)
+        self.num_running += 1
+        try:
+            answer = self._answer(spec)
+            await answer.pause(math.inf if self.script.hang else self.script.delay_s)
+            if self.script.error is not None:
+                raise self.script.error
+            return Explanation(prompt_tokens=answer.prompt_tokens, placement=explain_scripted(answer.prompt_tokens))
         finally:
             self.num_running -= 1
 

@@ -1,6 +1,7 @@
 """The service behind the doors: tokenize once, route, turn tokens into text, count, and end exactly once."""
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator
@@ -8,9 +9,12 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Protocol
 
+from cluster.admission import Admission, AdmissionRules, Ask
+from cluster.explanation import PlacementExplanation
 from deployments.config import LimitsConfig
 from deployments.gateway.sampling import check_ids, make_sampling
-from deployments.service import ChatTurn, Chunk, GenerationSpec, ModelCard, Summary
+from deployments.gateway.waiting_line import WaitingLine
+from deployments.service import ChatTurn, Chunk, Explanation, GenerationSpec, ModelCard, Summary
 from deployments.streaming import TextAnswer
 from engine.tokenizer import Tokenizer
 from kv_store.block_key import tenant_salt
@@ -49,8 +53,20 @@ class TokenSource(Protocol):
         """Most tokens of prompt and output together; None when there is no worker."""
         ...
 
+    def capacity_tokens(self) -> int:
+        """KV tokens of all workers that decode now."""
+        ...
+
     async def route(self, request: GenerationRequest) -> TokenRoute:
         """Decide where a request runs.
+
+        Raises:
+            Unavailable: No worker can take it.
+        """
+        ...
+
+    async def explain(self, request: GenerationRequest) -> PlacementExplanation:
+        """Say where a request would run now; nothing runs and nothing is reserved.
 
         Raises:
             Unavailable: No worker can take it.
@@ -69,6 +85,9 @@ class TextService:
         self._router = router
         self._metrics = metrics
         self._limits = limits
+        rules = AdmissionRules(max_requests=limits.max_queue, max_waiting_tokens=limits.max_waiting_tokens)
+        self._line = WaitingLine(Admission(rules, 0, time.monotonic))
+        metrics.waiting.set_function(lambda: self._line.admission.num_waiting)
         self._num_running = 0
         self.is_draining = False
 
@@ -93,9 +112,13 @@ class TextService:
         self._enter()
         try:
             request = await self._request(spec)
-            async with aclosing(self._stream(request, spec, started_s)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
+            self.tend()
+            async with self._line.place(self._ask(request)):
+                # Its time has run since it came.
+                left_s = max(0.0, (request.timeout_s or math.inf) - (time.monotonic() - started_s))
+                async with aclosing(self._stream(replace(request, timeout_s=left_s), spec, started_s)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
         except ServingError as error:
             code = error.code
             raise
@@ -103,10 +126,40 @@ class TextService:
             code = "CANCELLED"
             raise
         finally:
-            self._num_running -= 1
-            self._metrics.in_flight.dec()
+            self._leave()
             self._metrics.requests.labels(model=self._model, code=code).inc()
             self._metrics.e2e.observe(time.monotonic() - started_s)
+
+    async def explain(self, spec: GenerationSpec) -> Explanation:
+        """Say where a request would run now; see GenerationService."""
+        # It takes a place like any other while it is tokenized, or questions without end would go past every bound.
+        self._enter()
+        try:
+            async with asyncio.timeout(self._timeout_s(spec)):
+                request = await self._request(spec)
+                placement = await self._router.explain(request)
+        except TimeoutError:
+            raise DeadlineExceeded("the request's time is over", timeout_s=self._timeout_s(spec)) from None
+        finally:
+            self._leave()
+        return Explanation(prompt_tokens=len(request.prompt_token_ids), placement=placement)
+
+    def tend(self) -> None:
+        """Follow the workers that come and go, and the clock: whoever waits is told; to be called now and then."""
+        admission, most = self._line.admission, self._limits.max_running_tokens
+        capacity = self._router.capacity_tokens()
+        self._line.tell(admission.set_budget(capacity if most is None or not capacity else most))
+        self._line.tell(admission.expire())
+
+    def _ask(self, request: GenerationRequest) -> Ask:
+        sampling = request.sampling
+        output = sampling.n * min(sampling.max_tokens, self._limits.counted_output_tokens)
+        return Ask(
+            request_id=request.request_id,
+            tokens=len(request.prompt_token_ids) + output,
+            priority=request.priority,
+            timeout_s=request.timeout_s,
+        )
 
     def _enter(self) -> None:
         if self.is_draining:
@@ -115,6 +168,13 @@ class TextService:
             raise Overloaded("too many requests in flight", max_queue=self._limits.max_queue)
         self._num_running += 1
         self._metrics.in_flight.inc()
+
+    def _leave(self) -> None:
+        self._num_running -= 1
+        self._metrics.in_flight.dec()
+
+    def _timeout_s(self, spec: GenerationSpec) -> float:
+        return min(spec.timeout_s or self._limits.request_timeout_s, self._limits.request_timeout_s)
 
     async def _request(self, spec: GenerationSpec) -> GenerationRequest:
         if spec.model not in (None, "", self._model):
@@ -130,7 +190,7 @@ class TextService:
             prompt_token_ids=token_ids,
             sampling=sampling,
             salt=tenant_salt(spec.tenant),
-            timeout_s=min(spec.timeout_s or self._limits.request_timeout_s, self._limits.request_timeout_s),
+            timeout_s=self._timeout_s(spec),
             priority=spec.priority,
         )
 

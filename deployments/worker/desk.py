@@ -17,13 +17,13 @@ from deployments.worker.entries import (
     Outbox,
     WorkerIdentity,
     failed_message,
-    load_message,
     work_done_message,
 )
 from deployments.worker.link import GatewaySession
 from deployments.worker.prefix_desk import PrefixDesk
 from deployments.worker.pull import Pull
 from deployments.worker.submissions import Submissions
+from deployments.worker.vitals import Vitals
 from engine.events import (
     Accepted,
     Allocated,
@@ -31,7 +31,6 @@ from engine.events import (
     EngineEvent,
     Failed,
     Lent,
-    LoadSnapshot,
     Progress,
     StepOutput,
     WorkDone,
@@ -52,7 +51,7 @@ from messages.wire import (
     request_id_of,
     tokens_to_wire,
 )
-from telemetry.metrics import WorkerCounter, WorkerGauge
+from telemetry.metrics import WorkerCounter
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +78,10 @@ class Desk:
         self._clock = rules.clock
         self._on_load_failure = rules.on_load_failure
         self._prefixes = PrefixDesk(engine, handoffs, peers, rules, self)
-        self._submissions = Submissions(engine, grammars, self._prefixes, self.fail_if_here)
+        self.vitals = Vitals()
+        self._submissions = Submissions(engine, grammars, self._prefixes, self.vitals, self.fail_if_here)
         self._entries: dict[RequestId, Entry] = {}
         self._sessions: set[GatewaySession] = set()
-        self._load: LoadSnapshot | None = None
-        self._counters: dict[WorkerCounter | WorkerGauge, float] = dict.fromkeys(WorkerCounter, 0.0)
         self._endings: set[asyncio.Task[None]] = set()
         self.is_draining = False
 
@@ -94,11 +92,7 @@ class Desk:
 
     def count(self, counter: WorkerCounter, amount: float = 1.0) -> None:
         """Add to one of the worker's counters."""
-        self._counters[counter] += amount
-
-    def set_count(self, counter: WorkerCounter | WorkerGauge, total: float) -> None:
-        """Set a counter or a gauge that is kept elsewhere."""
-        self._counters[counter] = total
+        self.vitals.count(counter, amount)
 
     # Gateways
 
@@ -106,7 +100,12 @@ class Desk:
         """Who this worker is."""
         identity = self._identity
         return pb.Welcome(
-            worker_id=identity.worker_id, incarnation=identity.incarnation, pool=identity.pool, role=identity.role
+            worker_id=identity.worker_id,
+            incarnation=identity.incarnation,
+            pool=identity.pool,
+            role=identity.role,
+            step_tokens=identity.step_tokens,
+            chunk_tokens=identity.chunk_tokens,
         )
 
     def attach(self, session: GatewaySession) -> None:
@@ -155,8 +154,8 @@ class Desk:
             self._send_load(session)
 
     def _send_load(self, session: GatewaySession) -> None:
-        if self._load is not None:
-            message = load_message(self._load, self._counters)
+        message = self.vitals.message()
+        if message is not None:
             message.handoffs, message.draining = len(self._handoffs), self.is_draining
             self._prefixes.add_rates(message)
             session.send(pb.WorkerMessage(load=message))
@@ -184,12 +183,13 @@ class Desk:
         if entry is not None:
             most = message.max_uncached_tokens if message.HasField("max_uncached_tokens") else None
             entry.offer, entry.max_uncached_tokens = self._prefixes.offer(message), most
+            entry.reservation = message.reservation
             self._submissions.submit(request_from_wire(message.request), entry)
 
     def _submit_prefill(self, session: GatewaySession, message: pb.SubmitPrefill) -> None:
         entry = self._enter(session, message.request, Part.PREFILL)
         if entry is not None:
-            entry.offer = self._prefixes.offer(message)
+            entry.offer, entry.reservation = self._prefixes.offer(message), message.reservation
             self._submissions.submit(request_from_wire(message.request), entry)
 
     def _prepare(self, session: GatewaySession, message: pb.Prepare) -> None:
@@ -198,6 +198,7 @@ class Desk:
             return
         request = request_from_wire(message.request)
         handoff = handoff_from_wire(message.handoff)
+        entry.reservation = message.reservation
         entry.pull = Pull(request.request_id, handoff, self._peers, self._engine, self.keep, self._on_load_failure)
         entry.pull_task = asyncio.create_task(entry.pull.run(), name=f"pull-{request.request_id}")
         entry.pull_task.add_done_callback(lambda task: self._on_pull_end(request.request_id, task))
@@ -323,8 +324,8 @@ class Desk:
 
     def on_output(self, output: StepOutput) -> None:
         """Everything one turn of the engine gave."""
-        was_busy = self._load is None or self._load.running + self._load.waiting + self._load.held > 0
-        self._load = output.load
+        was_busy = self.vitals.is_busy
+        self.vitals.take(output)
         outbox = Outbox()
         for event in output.events:
             if isinstance(event, Lent):
@@ -334,8 +335,7 @@ class Desk:
             if entry is not None:
                 self._deliver(entry, event, outbox)
         outbox.flush()
-        is_busy = output.load.running + output.load.waiting + output.load.held > 0
-        if was_busy and not is_busy:
+        if was_busy and not self.vitals.is_busy:
             self.send_load()
 
     def _deliver(self, entry: Entry, event: EngineEvent, outbox: Outbox) -> None:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from deployments.worker.link import GatewaySession
 from deployments.worker.pull import Pull
 from deployments.worker.rates import RateMeter
 from engine.batch import Matcher
-from engine.events import LoadSnapshot, WorkDone
+from engine.events import WorkDone
 from engine.request import Part
 from messages.errors import ServingError
 from messages.handoff import HandoffId
@@ -21,7 +21,6 @@ from messages.requests import Grammar, RequestId
 from messages.reuse import ReuseOffer
 from messages.v1 import worker_pb2 as pb
 from messages.wire import failed_to_wire
-from telemetry.metrics import WorkerCounter, WorkerGauge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +31,10 @@ class WorkerIdentity:
     incarnation: str
     pool: str
     role: str
+    step_tokens: int = 512
+    """Most tokens of one step."""
+    chunk_tokens: int = 512
+    """Most prompt tokens of one request in one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +93,8 @@ class Entry:
     """Who may lend a prefix; never with DECODE."""
     borrow: Borrow | None = None
     borrow_task: asyncio.Task[None] | None = None
+    reservation: pb.Reservation | None = None
+    """Under which number gateways hold the request's load until a heartbeat counts it."""
     handoff_id: HandoffId | None = None
     done: WorkDone | None = None
     """The next token event is the last one."""
@@ -146,26 +151,3 @@ def failed_message(request_id: RequestId, error: ServingError) -> pb.WorkerMessa
     """The terminal event of a request that ends outside the engine."""
     failed = pb.Event(failed=failed_to_wire(request_id, error))
     return pb.WorkerMessage(step=pb.StepEvents(events=[failed]))
-
-
-def load_message(load: LoadSnapshot, counters: Mapping[WorkerCounter | WorkerGauge, float]) -> pb.Load:
-    """The engine's part of a heartbeat, with the worker's own counters added."""
-    totals = dict(load.counters)
-    for name, value in counters.items():
-        totals[name.value] = totals.get(name.value, 0.0) + value
-    return pb.Load(
-        groups=[
-            pb.GroupLoad(
-                name=group.name,
-                total_blocks=group.total,
-                free_blocks=group.free,
-                cached_blocks=group.cached,
-                referenced_blocks=group.referenced,
-            )
-            for group in load.groups
-        ],
-        running=load.running,
-        waiting=load.waiting,
-        queued_prefill_tokens=load.queued_prefill_tokens,
-        counters=totals,
-    )

@@ -142,7 +142,12 @@ class WorkerRuntime:
             self._digest,
         )
         identity = WorkerIdentity(
-            worker_id=self._worker_id, incarnation=self._incarnation, pool=self._pool.name, role=self._pool.role
+            worker_id=self._worker_id,
+            incarnation=self._incarnation,
+            pool=self._pool.name,
+            role=self._pool.role,
+            step_tokens=model.limits.max_step_tokens,
+            chunk_tokens=model.limits.max_chunk_tokens,
         )
         rules = DeskRules(clock=self._clock, on_load_failure=handoff.on_load_failure, reuse=self._reuse_rules())
         self.desk = Desk(identity, self._engine, self._handoffs, self._peers, self._parts.grammars, rules)
@@ -245,9 +250,9 @@ class WorkerRuntime:
                 # Silence tells the gateways.
                 raise ServingError("the engine's step thread has stopped")
             self._count_registry()
-            self.desk.set_count(WorkerCounter.LEASES_GRANTED, self._handoffs.num_granted)
-            self.desk.set_count(WorkerCounter.LEASES_EXTENDED, self._handoffs.num_extended)
-            self.desk.set_count(WorkerCounter.LATE_MESSAGES, self._handoffs.num_late)
+            self.desk.vitals.set_count(WorkerCounter.LEASES_GRANTED, self._handoffs.num_granted)
+            self.desk.vitals.set_count(WorkerCounter.LEASES_EXTENDED, self._handoffs.num_extended)
+            self.desk.vitals.set_count(WorkerCounter.LATE_MESSAGES, self._handoffs.num_late)
             self.desk.send_load()
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
@@ -262,7 +267,7 @@ class WorkerRuntime:
             (WorkerGauge.REGISTRY_DEGRADED, float(self._registry.num_silent > 0)),
             (WorkerGauge.PUBLISH_QUEUE_DEPTH, self._membership.queue_depth),
         ):
-            self.desk.set_count(name, value)
+            self.desk.vitals.set_count(name, value)
 
     async def _expire(self) -> None:
         while True:
@@ -283,6 +288,7 @@ class WorkerRuntime:
 
     def _note_step(self, record: StepRecord) -> None:
         self._rates.note_step(record)
+        self.desk.vitals.note_step(record)
         if self._step_log is not None:
             self._step_log.append(record)
 

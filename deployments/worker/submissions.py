@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from deployments.worker.entries import Entry, Grammars
 from deployments.worker.prefix_desk import PrefixDesk
+from deployments.worker.vitals import Vitals
 from engine.batch import Matcher
 from engine.loop import EngineLoop
 from messages.errors import ServingError
@@ -21,6 +22,7 @@ class Submissions:
         engine: Gets the requests.
         grammars: Compiles.
         prefixes: Says what a request may borrow.
+        vitals: Hears what the engine was given.
         fail: Ends a request whose grammar cannot be compiled.
     """
 
@@ -29,11 +31,13 @@ class Submissions:
         engine: EngineLoop,
         grammars: Grammars,
         prefixes: PrefixDesk,
+        vitals: Vitals,
         fail: Callable[[RequestId, ServingError], None],
     ) -> None:
         self._engine = engine
         self._grammars = grammars
         self._prefixes = prefixes
+        self._vitals = vitals
         self._fail = fail
 
     def submit(self, request: GenerationRequest, entry: Entry) -> None:
@@ -65,13 +69,15 @@ class Submissions:
             self._engine.start_decode(request.request_id, entry.first_tokens)
 
     def _give(self, request: GenerationRequest, entry: Entry, matcher: Matcher | None) -> None:
-        self._engine.submit(
+        number = self._engine.submit(
             request,
             entry.part,
             max_uncached_tokens=entry.max_uncached_tokens,
             borrow=self._prefixes.terms(entry),
             matcher=matcher,
         )
+        if entry.reservation is not None:
+            self._vitals.note_submission(number, entry.reservation)
 
 
 def _follow(matcher: Matcher, token_ids: tuple[int, ...]) -> None:

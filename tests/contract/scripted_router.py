@@ -8,7 +8,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from cluster.explanation import PlacementExplanation
 from deployments.config import LimitsConfig
+from deployments.gateway.scripted_placement import explain_scripted
 from deployments.gateway.text_service import TextService
 from engine.tokenizer import Tokenizer
 from messages.requests import GenerationRequest
@@ -39,6 +41,7 @@ class ScriptedRouter:
     def __init__(self, token_ids: Sequence[int], *, context_length: int = 4096, delay_s: float = 0.0) -> None:
         self.token_ids = token_ids
         self.requests: list[GenerationRequest] = []
+        self.explained: list[GenerationRequest] = []
         self.num_running = 0
         self._context_length = context_length
         self._delay_s = delay_s
@@ -49,9 +52,17 @@ class ScriptedRouter:
     def context_length(self) -> int | None:
         return self._context_length
 
+    def capacity_tokens(self) -> int:
+        return 1_000_000
+
     async def route(self, request: GenerationRequest) -> "ScriptedRoute":
         self.requests.append(request)
         return ScriptedRoute(self, request, self._delay_s)
+
+    async def explain(self, request: GenerationRequest) -> PlacementExplanation:
+        self.explained.append(request)
+        await asyncio.sleep(self._delay_s)
+        return explain_scripted(len(request.prompt_token_ids))
 
 
 class ScriptedRoute:

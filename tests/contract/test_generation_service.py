@@ -254,7 +254,7 @@ async def test_closing_ends_the_request_and_the_next_one_runs(service: Generatio
     assert (await run(service, greedy()))[-1].finish is not None
 
 
-@pytest.mark.parametrize(
+REFUSED = pytest.mark.parametrize(
     ("fields", "error", "param"),
     [
         ({"model": "no-such-model"}, ModelNotFound, "model"),
@@ -268,6 +268,9 @@ async def test_closing_ends_the_request_and_the_next_one_runs(service: Generatio
         ({"stop_token_ids": (10**6,)}, InvalidRequest, "stop_token_ids"),
     ],
 )
+
+
+@REFUSED
 async def test_a_request_that_cannot_run_fails_before_its_first_chunk(
     service: GenerationService, fields: dict[str, object], error: type[ServingError], param: str
 ) -> None:
@@ -283,3 +286,44 @@ async def test_a_deadline_ends_the_request(service: GenerationService) -> None:
         await run(service, greedy(max_tokens=100, timeout_s=0.005))
 
     assert (await run(service, greedy()))[-1].finish is not None
+
+
+@pytest.mark.parametrize("prompt", ["Hello", (1, 2, 3), (ChatTurn(role="user", content="Hello"),)])
+async def test_an_explanation_counts_the_prompt_as_its_run_does_and_names_who_decodes(
+    service: GenerationService, prompt: Prompt
+) -> None:
+    explanation = await service.explain(greedy(prompt))
+
+    assert explanation.prompt_tokens == summary_of(await run(service, greedy(prompt))).usage.prompt_tokens
+    chosen = explanation.placement.decode.chosen
+    assert chosen is not None
+    assert chosen.is_allowed
+    assert chosen.worker_id in [each.worker_id for each in explanation.placement.decode.candidates]
+
+
+@REFUSED
+async def test_what_cannot_run_is_not_explained_either(
+    service: GenerationService, fields: dict[str, object], error: type[ServingError], param: str
+) -> None:
+    with pytest.raises(error) as raised:
+        await service.explain(greedy(**fields))  # type: ignore[arg-type]
+
+    assert raised.value.context["param"] == param
+
+
+async def test_a_deadline_ends_an_explanation(service: GenerationService) -> None:
+    with pytest.raises(DeadlineExceeded):
+        await service.explain(greedy(timeout_s=0.0005))
+
+    assert (await service.explain(greedy())).prompt_tokens > 0
+
+
+async def test_explanations_do_not_disturb_a_request_that_runs(service: GenerationService) -> None:
+    alone = text_of(await run(service, greedy()))
+    chunks = start(service, greedy())
+    first = await anext(chunks)
+
+    explained = await asyncio.gather(*(service.explain(greedy()) for _ in range(4)))
+
+    assert first.text + text_of([chunk async for chunk in chunks]) == alone
+    assert len({explanation.prompt_tokens for explanation in explained}) == 1

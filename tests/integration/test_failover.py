@@ -260,6 +260,6 @@ async def test_many_streams_of_one_worker_go_on_elsewhere(group: ProcessGroup, r
 
     for story in stories:
         assert story.tokens[0] == reference(story.prompt, 60)
-    assert 1 in {result.provenance.num_replays for result in results}
+    assert {result.provenance.num_replays for result in results} == {0, 1}
     await group.mend()
     await group.until_baseline()

@@ -14,9 +14,11 @@ from typing import Any, Self
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from cluster.memory_ledger import MemoryLedger
 from deployments.config import AppConfig, ModelConfig, PoolConfig
 from deployments.config_kv import HandoffConfig
-from deployments.gateway.gateway import routing_rules
+from deployments.dispatcher import Dispatcher
+from deployments.gateway.gateway import dispatch_rules, make_fleet
 from deployments.route import Route
 from deployments.router import Router
 from deployments.worker.model_host import load_host
@@ -131,7 +133,11 @@ class WorkerPair:
         watch = asyncio.create_task(self.links.watch())
         self._exits.push_async_callback(_end, watch)
         metrics = GatewayMetrics(self.links)
-        self.router = Router(self.links, self.registry, routing_rules(self.config), metrics, 256)
+        fleet = make_fleet(self.config, self.links)
+        self.ledger = MemoryLedger()
+        dispatcher = Dispatcher(fleet, self.ledger, dispatch_rules(self.config), metrics)
+        self._exits.push_async_callback(dispatcher.close)
+        self.router = Router(self.links, self.registry, dispatcher, metrics, 256)
         await self.until(self.router.is_ready)
         return self
 

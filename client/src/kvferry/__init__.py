@@ -15,6 +15,7 @@ from kvferry.errors import (
     Unavailable,
     Unsupported,
 )
+from kvferry.explanations import CandidateScore, Explanation, PrefillReason, StageExplanation
 from kvferry.requests import Messages, Prompt, Sampling
 from kvferry.results import Choice, Chunk, Completion, FinishReason, ModelCard, Provenance, Timings, TokenLogprob, Usage
 from kvferry.sync_client import Client, Stream
@@ -23,11 +24,13 @@ __all__ = [
     "AsyncClient",
     "AsyncStream",
     "Cancelled",
+    "CandidateScore",
     "Choice",
     "Chunk",
     "Client",
     "Completion",
     "DeadlineExceeded",
+    "Explanation",
     "FinishReason",
     "InternalError",
     "InvalidRequest",
@@ -37,10 +40,12 @@ __all__ = [
     "NotAllowed",
     "NotFound",
     "Overloaded",
+    "PrefillReason",
     "Prompt",
     "Provenance",
     "Refused",
     "Sampling",
+    "StageExplanation",
     "Stream",
     "StreamBroken",
     "Timings",

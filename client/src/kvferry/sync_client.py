@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import grpc
 
 from kvferry.errors import StreamBroken, error_of_call
+from kvferry.explanations import explanation_of
 from kvferry.requests import make_chat_request, make_generate_request, make_sampling
 from kvferry.results import Chunk, Completion, GrowingChoice, ModelCard, completion_of, prompt_logprobs_of
 from kvferry.v1 import inference_pb2 as v1
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self, Unpack
 
+    from kvferry.explanations import Explanation
     from kvferry.requests import Messages, Prompt, Sampling
     from kvferry.results import TokenLogprob
 
@@ -227,6 +229,39 @@ class Client:
                 pass
         return chunks.result
 
+    def explain(
+        self,
+        prompt: Prompt,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        echo: bool = False,
+        **sampling: Unpack[Sampling],
+    ) -> Explanation:
+        """Say where a prompt would run if it came now, and why; nothing runs. Arguments as in `generate`.
+
+        Raises:
+            KVFerryError: The call failed, or `generate` would refuse the same.
+        """
+        request = make_generate_request(prompt, model, make_sampling(**sampling), echo=echo)
+        return self._explain(v1.ExplainRequest(generate=request), timeout_s)
+
+    def explain_chat(
+        self,
+        messages: Messages,
+        *,
+        model: str | None = None,
+        timeout_s: float | None = None,
+        **sampling: Unpack[Sampling],
+    ) -> Explanation:
+        """Say where a conversation would be answered if it came now, and why; nothing runs. Arguments as in `chat`.
+
+        Raises:
+            KVFerryError: The call failed, or `chat` would refuse the same.
+        """
+        request = make_chat_request(messages, model, make_sampling(**sampling))
+        return self._explain(v1.ExplainRequest(chat=request), timeout_s)
+
     def models(self, *, timeout_s: float | None = None) -> list[ModelCard]:
         """List the models that are served.
 
@@ -238,6 +273,12 @@ class Client:
         except grpc.RpcError as failure:
             raise error_of_call(failure) from failure
         return [ModelCard(name=model.name, context_length=model.context_length) for model in reply.models]
+
+    def _explain(self, request: v1.ExplainRequest, timeout_s: float | None) -> Explanation:
+        try:
+            return explanation_of(self._stub.Explain(request, timeout=self._limit(timeout_s)))
+        except grpc.RpcError as failure:
+            raise error_of_call(failure) from failure
 
     def _limit(self, timeout_s: float | None) -> float | None:
         return self._timeout_s if timeout_s is None else timeout_s

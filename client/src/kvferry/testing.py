@@ -6,7 +6,8 @@
 `with FakeServer(...)` runs the same server in a thread of its own, for tests without an event loop. Answers are used
 in order, one per call; when they are used up, the server echoes the last thing it was told, word by word. Of what a
 request asks for, the server honours `n` (every choice is the same), `logprobs` (all are -1, and nothing else is as
-likely) and `echo`; the rest is in `requests`, to be looked at.
+likely) and `echo`; the rest is in `requests`, to be looked at. An explanation uses up an answer too, of which only
+`error` and `held` count: it names one decode worker, and for a prompt of more than 32 words one prefill worker.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -25,15 +26,18 @@ from kvferry.v1 import inference_pb2 as v1
 from kvferry.v1.inference_pb2_grpc import InferenceServicer, add_InferenceServicer_to_server
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Iterator
     from types import TracebackType
 
     from typing_extensions import Self
 
-    Request = v1.GenerateRequest | v1.ChatRequest
-    Context = grpc.aio.ServicerContext[Any, v1.GenerateChunk]
+    TextRequest = v1.GenerateRequest | v1.ChatRequest
+    Request = TextRequest | v1.ExplainRequest
+    Context = grpc.aio.ServicerContext[Any, Any]
 
 _REASONS = {"stop": v1.FINISH_REASON_STOP, "length": v1.FINISH_REASON_LENGTH}
+_LOCAL_WORDS = 32
+"""So long a prompt is computed by the decode worker."""
 
 
 class Answer:
@@ -119,7 +123,9 @@ class FakeServer:
             self._thread.close()
 
 
-async def _play(answer: Answer, request_id: str, request: Request, context: Context) -> AsyncIterator[v1.GenerateChunk]:
+async def _play(
+    answer: Answer, request_id: str, request: TextRequest, context: Context
+) -> AsyncIterator[v1.GenerateChunk]:
     prompt, n = _prompt_of(request), request.sampling.n or 1
     for position, piece in enumerate(answer.pieces):
         before = prompt if position == 0 and isinstance(request, v1.GenerateRequest) and request.echo else ""
@@ -128,16 +134,51 @@ async def _play(answer: Answer, request_id: str, request: Request, context: Cont
             yield v1.GenerateChunk(
                 request_id=request_id, choice=choice, text=before + piece, token_ids=[position], logprobs=logprobs
             )
-    if answer.held:
-        await asyncio.Event().wait()
-    if answer.error is not None:
-        await context.abort(_status_of(answer.error), answer.error.message)
+    await _hold_or_fail(answer, context)
     if answer.broken:
         return
     usage = v1.Usage(prompt_tokens=len(prompt.split()), completion_tokens=len(answer.pieces) * n)
     for choice in range(n):
         summary = v1.Summary(usage=usage) if choice == n - 1 else None
         yield v1.GenerateChunk(request_id=request_id, choice=choice, finish=_finish(answer), summary=summary)
+
+
+async def _hold_or_fail(answer: Answer, context: Context) -> None:
+    if answer.held:
+        await asyncio.Event().wait()
+    if answer.error is not None:
+        await context.abort(_status_of(answer.error), answer.error.message)
+
+
+def _explanation(prompt_tokens: int) -> v1.Explanation:
+    here_ms, there_ms = 10.0 * prompt_tokens, 5.0 * prompt_tokens + 10.0
+    is_local = prompt_tokens <= _LOCAL_WORDS
+    decode = _candidate("fake-decode", "decode", prompt_tokens, first_token_ms=min(here_ms, there_ms), tokens_ms=640.0)
+    explanation = v1.Explanation(
+        prompt_tokens=prompt_tokens,
+        decode=v1.StageExplanation(policy="predicted_latency", candidates=[decode]),
+        decode_worker="fake-decode",
+        reason=v1.PREFILL_REASON_FEW_TOKENS if is_local else v1.PREFILL_REASON_SOONER_THERE,
+    )
+    if not is_local:
+        prefill = _candidate("fake-prefill", "prefill", prompt_tokens, compute_ms=there_ms - 10.0, handoff_ms=10.0)
+        explanation.prefill.policy = "predicted_latency"
+        explanation.prefill.candidates.append(prefill)
+        explanation.prefill_worker = "fake-prefill"
+        explanation.local_ms, explanation.remote_ms = here_ms, there_ms
+    return explanation
+
+
+def _candidate(worker: str, pool: str, prompt_tokens: int, **parts: float) -> v1.CandidateScore:
+    return v1.CandidateScore(
+        worker=worker,
+        pool=pool,
+        is_allowed=True,
+        rank=0,
+        cost=sum(parts.values()),
+        remaining_tokens=prompt_tokens,
+        parts=[v1.CostPart(name=name, value=value) for name, value in parts.items()],
+    )
 
 
 def _finish(answer: Answer) -> v1.Finish:
@@ -152,7 +193,7 @@ def _logprob(token_id: int, piece: str) -> v1.TokenLogprob:
     return v1.TokenLogprob(token_id=token_id, text=piece, text_bytes=piece.encode(), logprob=-1.0)
 
 
-def _prompt_of(request: Request) -> str:
+def _prompt_of(request: TextRequest) -> str:
     if isinstance(request, v1.ChatRequest):
         return request.messages[-1].content if request.messages else ""
     return request.text or " ".join(map(str, request.token_ids.ids))
@@ -194,14 +235,28 @@ class _Servicer(InferenceServicer):
     async def Models(self, request: v1.ModelsRequest, context: object) -> v1.ModelsResponse:  # noqa: N802
         return v1.ModelsResponse(models=[v1.Model(name=name, context_length=size) for name, size in self._models])
 
-    async def _run(self, request: Request, context: Context) -> AsyncGenerator[v1.GenerateChunk, None]:
+    async def Explain(self, request: v1.ExplainRequest, context: Context) -> v1.Explanation:  # noqa: N802
+        asked = request.chat if request.HasField("chat") else request.generate
+        with self._counted(request):
+            await _hold_or_fail(self._next_answer(asked), context)
+            return _explanation(len(_prompt_of(asked).split()))
+
+    async def _run(self, request: TextRequest, context: Context) -> AsyncGenerator[v1.GenerateChunk, None]:
+        with self._counted(request):
+            answer = self._next_answer(request)
+            async for chunk in _play(answer, f"fake-{len(self.requests)}", request, context):
+                yield chunk
+
+    def _next_answer(self, request: TextRequest) -> Answer:
+        return self._answers.popleft() if self._answers else _echo(_prompt_of(request))
+
+    @contextmanager
+    def _counted(self, request: Request) -> Iterator[None]:
         self.requests.append(request)
         self._num_active += 1
         self.is_idle.clear()
-        answer = self._answers.popleft() if self._answers else _echo(_prompt_of(request))
         try:
-            async for chunk in _play(answer, f"fake-{len(self.requests)}", request, context):
-                yield chunk
+            yield
         except (asyncio.CancelledError, GeneratorExit):
             self.num_cancelled += 1
             raise

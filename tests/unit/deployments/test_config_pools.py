@@ -142,3 +142,23 @@ def test_the_sections_of_pools_are_found_where_they_were() -> None:
     names = ("PoolConfig", "RoutingConfig", "LimitsConfig", "RequestClass", "TokenRange")
 
     assert [getattr(whole, name) for name in names] == [getattr(config_pools, name) for name in names]
+
+
+def test_adaptive_ranges_need_pools_that_follow_one_another() -> None:
+    pools = [
+        {"name": "short", "role": "prefill", "requests": "short"},
+        {"name": "long", "role": "prefill", "requests": "long"},
+        {"name": "decode", "role": "decode"},
+    ]
+    given = {"version": 1, "models": [{"source": "demo"}], "routing": {"thresholds": "adaptive"}}
+
+    assert parse_config({**given, "pools": pools}).routing.thresholds == "adaptive"
+    with pytest.raises(ConfigError, match="adaptive needs pools"):
+        parse_config(given)
+
+
+def test_a_pool_must_leave_its_line_below_where_it_was_entered() -> None:
+    given = {"version": 1, "models": [{"source": "demo"}], "routing": {"spill_enter": 0.5, "spill_leave": 0.5}}
+
+    with pytest.raises(ConfigError, match="spill_leave"):
+        parse_config(given)

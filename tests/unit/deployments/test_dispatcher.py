@@ -93,7 +93,7 @@ async def test_a_long_prompt_is_computed_elsewhere_and_both_workers_are_reserved
     assert (sent.decode, sent.prefill, sent.uncached_tokens) == ("d1", "p1", 1000)
     assert {role: row.prefill_tokens for role, row in sent.reservations.items()} == {"decode": 0, "prefill": 1000}
     assert [row.kv_tokens for row in await ledger.pending("decode")] == [1100]
-    dispatching.release(sent)
+    dispatching.release(*sent.reservations.values())
     assert await everything_released(dispatching, ledger)
 
 
@@ -181,7 +181,7 @@ async def test_a_worker_that_goes_while_the_ledger_is_asked_is_not_used() -> Non
     sent = await dispatching.send(ask("r"))
 
     assert sent.decode in workers.links
-    dispatching.release(sent)
+    dispatching.release(*sent.reservations.values())
     assert await everything_released(dispatching, ledger)
 
 
@@ -195,7 +195,7 @@ async def test_a_reservation_ends_once_its_worker_has_been_heard_or_with_the_req
     dispatching.release_soon(sent.reservations["prefill"])
     await asyncio.sleep(0.05)
     halfway = ledger.num_open
-    dispatching.release(sent)
+    dispatching.release(*sent.reservations.values())
     await asyncio.sleep(0.01)
 
     assert halfway == 1
@@ -231,3 +231,31 @@ async def test_explaining_reserves_nothing_and_names_what_would_be_chosen() -> N
     assert explanation.decode.candidates[0].worker_id == sent.decode
     assert explanation.prefill.candidates[0].worker_id == sent.prefill == "p2"
     assert ledger.num_open == 2
+
+
+async def test_another_prefill_worker_computes_under_the_same_decode_reservation() -> None:
+    workers = Workers(p1="prefill", p2="prefill", d1="decode", d2="decode")
+    dispatching, ledger = make_dispatcher(workers)
+    first = await dispatching.send(ask("r"))
+    assert first.prefill is not None
+    kept = first.reservations["decode"]
+
+    second = await dispatching.send(ask("r2", avoided=frozenset({first.prefill}), kept=kept))
+
+    assert second.reservations["decode"] == kept
+    assert (second.decode, second.prefill) == (first.decode, "p2" if first.prefill == "p1" else "p1")
+    assert [row.nonce for row in await ledger.pending("decode")] == [kept.nonce]
+
+
+async def test_a_kept_reservation_on_a_worker_that_is_gone_or_avoided_is_not_used() -> None:
+    workers = Workers(p1="prefill", d1="decode", d2="decode")
+    dispatching, _ = make_dispatcher(workers)
+    kept = (await dispatching.send(ask("r"))).reservations["decode"]
+    other = "d2" if kept.worker_id == "d1" else "d1"
+
+    avoided = await dispatching.send(ask("r2", avoided=frozenset({kept.worker_id}), kept=kept))
+    workers.links[kept.worker_id] = make_link(kept.worker_id, "decode", incarnation="2")
+    reborn = await dispatching.send(ask("r3", kept=kept))
+
+    assert avoided.decode == other
+    assert reborn.reservations["decode"].nonce != kept.nonce

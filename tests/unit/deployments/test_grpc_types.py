@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from deployments.gateway.grpc_types import chunk_message, spec_of_chat, spec_of_generate
+from deployments.gateway.grpc_types import chunk_message, spec_of_chat, spec_of_explain, spec_of_generate
 from deployments.service import Chunk, Finish, GenerationSpec, ScoredToken, Summary
 from kvferry.v1 import inference_pb2 as v1
 from messages.errors import InvalidRequest
@@ -179,3 +179,30 @@ def test_a_finish_names_the_string_or_the_token(stop: str | int, field: str, val
 
     assert message.WhichOneof("stop") == field
     assert getattr(message, field) == value
+
+
+def test_a_question_is_read_as_the_request_that_it_is_about() -> None:
+    sampling = v1.SamplingParams(max_tokens=5)
+    generate = v1.GenerateRequest(text="hi", model="m", echo=True, sampling=sampling)
+    chat = v1.ChatRequest(messages=[v1.ChatMessage(role="user", content="hi")], sampling=sampling)
+
+    assert spec_of_explain(v1.ExplainRequest(generate=generate), 2.5) == spec_of_generate(generate, 2.5)
+    assert spec_of_explain(v1.ExplainRequest(chat=chat), None) == spec_of_chat(chat, None)
+
+
+@pytest.mark.parametrize(
+    ("request_", "param"),
+    [
+        (v1.ExplainRequest(), "request"),
+        (v1.ExplainRequest(generate=v1.GenerateRequest()), "prompt"),
+        (v1.ExplainRequest(chat=v1.ChatRequest()), "messages"),
+        # Field 99, a varint; in the question and inside its `chat` (field 2).
+        (v1.ExplainRequest.FromString(b"\x98\x06\x01"), "kvferry.v1.ExplainRequest:99"),
+        (v1.ExplainRequest.FromString(b"\x12\x03\x98\x06\x01"), "kvferry.v1.ChatRequest:99"),
+    ],
+)
+def test_a_question_about_no_request_or_a_wrong_one_is_refused_by_name(request_: v1.ExplainRequest, param: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        spec_of_explain(request_, None)
+
+    assert raised.value.context["param"] == param

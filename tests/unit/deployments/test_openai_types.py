@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from deployments.gateway.openai_types import ChatRequest, parse_chat_request
+from deployments.gateway.openai_types import ChatRequest, parse_chat_request, parse_explain_request
 from deployments.service import ChatTurn, GenerationSpec
 from messages.errors import InvalidRequest
 from messages.requests import Grammar, GrammarKind
@@ -266,3 +266,12 @@ def test_a_turn_of_a_tool_keeps_the_call_that_it_answers() -> None:
     chat = parse(messages=[USER, {"role": "tool", "content": "12 C", "tool_call_id": "c1"}])
 
     assert chat.spec.prompt[1] == ChatTurn(role="tool", content="12 C", tool_call_id="c1")
+
+
+def test_a_question_has_the_body_of_a_chat_request_but_no_stream() -> None:
+    body = json.dumps({"messages": [USER], "max_tokens": 5, "stream": False}).encode()
+
+    assert parse_explain_request(body) == parse(max_tokens=5).spec
+    with pytest.raises(InvalidRequest, match="stream must be false") as raised:
+        parse_explain_request(json.dumps({"messages": [USER], "stream": True}).encode())
+    assert raised.value.context["param"] == "stream"

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from deployments.config import LimitsConfig
+from deployments.gateway.text_service import TextService
 from deployments.service import ChatTurn, Chunk, GenerationSpec
 from engine.tokenizer import Tokenizer
-from messages.errors import InvalidRequest
+from messages.errors import InvalidRequest, Overloaded, Unavailable
+from telemetry.metrics import GatewayMetrics, WorkerSample
 from tests.contract.scripted_router import (
     END,
     ONCE,
@@ -18,6 +21,13 @@ from tests.contract.scripted_router import (
     make_text_service,
     make_tokenizer,
 )
+
+
+class NoLinks:
+    """A gateway without workers, as its metrics see it."""
+
+    def samples(self) -> list[WorkerSample]:
+        return []
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +49,10 @@ async def test_the_request_carries_ids_sampling_priority_and_a_salt_of_the_tenan
 
     first, second = router.requests
     assert first.prompt_token_ids == (ONCE, UPON)
-    assert (first.priority, first.sampling.n, first.timeout_s, first.salt) == (-3, 2, 5.0, b"")
+    assert (first.priority, first.sampling.n, first.salt) == (-3, 2, b"")
+    assert first.timeout_s is not None
+    # What has passed since it came is taken off.
+    assert 4.0 < first.timeout_s < 5.0
     assert (first.sampling.end_token_ids, first.sampling.stop_token_ids) == ((END,), (TIME,))
     assert second.salt
     assert first.request_id != second.request_id
@@ -87,3 +100,41 @@ async def test_a_token_id_out_of_the_vocabulary_never_reaches_a_worker(tokenizer
 
     assert router.requests == []
     assert (await run(tokenizer, router))[-1].summary is not None
+
+
+async def test_an_explanation_asks_about_the_request_that_would_be_sent_and_sends_none(tokenizer: Tokenizer) -> None:
+    router = ScriptedRouter([END])
+    spec = GenerationSpec(prompt="once upon", max_tokens=8, tenant="a", stop_token_ids=(TIME,), seed=7)
+    service = make_text_service(tokenizer, router)
+
+    explanation = await service.explain(spec)
+    async with aclosing(service.generate(spec)) as chunks:
+        await anext(chunks)
+
+    (explained,), (sent,) = router.explained, router.requests
+    assert explanation.prompt_tokens == 2
+    assert (explained.prompt_token_ids, explained.sampling, explained.salt) == (
+        sent.prompt_token_ids,
+        sent.sampling,
+        sent.salt,
+    )
+    assert explained.request_id != sent.request_id
+
+
+async def test_a_gateway_that_is_full_or_about_to_stop_explains_nothing(tokenizer: Tokenizer) -> None:
+    """Rule 19: questions are bounded like requests."""
+    router, limits = ScriptedRouter([ONCE]), LimitsConfig(max_queue=1)
+    service = TextService("scripted", tokenizer, router, GatewayMetrics(NoLinks()), limits)
+    spec = GenerationSpec(prompt="once", max_tokens=8)
+
+    async with aclosing(service.generate(spec)) as chunks:
+        await anext(chunks)
+        with pytest.raises(Overloaded):
+            await service.explain(spec)
+    assert (await service.explain(spec)).prompt_tokens == 1
+    service.is_draining = True
+    with pytest.raises(Unavailable):
+        await service.explain(spec)
+
+    assert service.num_running == 0
+    assert len(router.explained) == 1

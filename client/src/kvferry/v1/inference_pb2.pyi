@@ -40,6 +40,42 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the context's end."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
+class _PrefillReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PrefillReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PrefillReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PREFILL_REASON_UNSPECIFIED: _PrefillReason.ValueType  # 0
+    PREFILL_REASON_FEW_TOKENS: _PrefillReason.ValueType  # 1
+    """Here, on the decode worker: few of its tokens are uncached there."""
+    PREFILL_REASON_SOONER_HERE: _PrefillReason.ValueType  # 2
+    """Here: the predicted times speak for it."""
+    PREFILL_REASON_NO_PREFILL_WORKER: _PrefillReason.ValueType  # 3
+    """Here: no other worker may compute it now."""
+    PREFILL_REASON_SOONER_THERE: _PrefillReason.ValueType  # 4
+    """On a prefill worker: the predicted times speak for it."""
+    PREFILL_REASON_REFUSED_HERE: _PrefillReason.ValueType  # 5
+    """On a prefill worker: the decode worker has refused to compute it."""
+
+class PrefillReason(_PrefillReason, metaclass=_PrefillReasonEnumTypeWrapper):
+    """Why the prompt is computed where it is. Where times were predicted, the usual place is kept unless another one is
+    clearly sooner; usual is the decode worker itself if it is of a unified pool, else a prefill worker.
+    """
+
+PREFILL_REASON_UNSPECIFIED: PrefillReason.ValueType  # 0
+PREFILL_REASON_FEW_TOKENS: PrefillReason.ValueType  # 1
+"""Here, on the decode worker: few of its tokens are uncached there."""
+PREFILL_REASON_SOONER_HERE: PrefillReason.ValueType  # 2
+"""Here: the predicted times speak for it."""
+PREFILL_REASON_NO_PREFILL_WORKER: PrefillReason.ValueType  # 3
+"""Here: no other worker may compute it now."""
+PREFILL_REASON_SOONER_THERE: PrefillReason.ValueType  # 4
+"""On a prefill worker: the predicted times speak for it."""
+PREFILL_REASON_REFUSED_HERE: PrefillReason.ValueType  # 5
+"""On a prefill worker: the decode worker has refused to compute it."""
+Global___PrefillReason: _TypeAlias = PrefillReason  # noqa: Y015
+
 @_typing.final
 class SamplingParams(_message.Message):
     """How tokens are chosen and when generation ends. A field left out takes its default."""
@@ -748,3 +784,203 @@ class ModelsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelsResponse: _TypeAlias = ModelsResponse  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    """The request that is asked about, as it would be sent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATE_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def generate(self) -> Global___GenerateRequest: ...
+    @_builtins.property
+    def chat(self) -> Global___ChatRequest: ...
+    def __init__(
+        self,
+        *,
+        generate: Global___GenerateRequest | None = ...,
+        chat: Global___ChatRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "generate", b"generate", "request", b"request"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "generate", b"generate", "request", b"request"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["generate", "chat"]  # noqa: Y015
+    _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class Explanation(_message.Message):
+    """A decision about one request, as the gateway that was asked sees the workers. When the request comes, the load of
+    other requests, also of those that other gateways have just placed, can change it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    PREFILL_WORKER_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LOCAL_MS_FIELD_NUMBER: _builtins.int
+    REMOTE_MS_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    decode_worker: _builtins.str
+    """The worker that would generate."""
+    prefill_worker: _builtins.str
+    """The one that would compute the prompt; absent: the decode worker itself."""
+    reason: Global___PrefillReason.ValueType
+    local_ms: _builtins.float
+    """Predicted milliseconds to the first token with the prompt computed on the decode worker, what it delays others
+    included; absent where that was not needed to decide.
+    """
+    remote_ms: _builtins.float
+    """The same with the best prefill worker, hand-off included."""
+    @_builtins.property
+    def decode(self) -> Global___StageExplanation:
+        """Comparison of the workers that decode."""
+
+    @_builtins.property
+    def prefill(self) -> Global___StageExplanation:
+        """Comparison of the workers that compute prompts for others; absent where there was none."""
+
+    def __init__(
+        self,
+        *,
+        prompt_tokens: _builtins.int = ...,
+        decode: Global___StageExplanation | None = ...,
+        prefill: Global___StageExplanation | None = ...,
+        decode_worker: _builtins.str = ...,
+        prefill_worker: _builtins.str | None = ...,
+        reason: Global___PrefillReason.ValueType = ...,
+        local_ms: _builtins.float | None = ...,
+        remote_ms: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_local_ms", b"_local_ms", "_prefill_worker", b"_prefill_worker", "_remote_ms", b"_remote_ms", "decode", b"decode", "local_ms", b"local_ms", "prefill", b"prefill", "prefill_worker", b"prefill_worker", "remote_ms", b"remote_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_local_ms", b"_local_ms", "_prefill_worker", b"_prefill_worker", "_remote_ms", b"_remote_ms", "decode", b"decode", "decode_worker", b"decode_worker", "local_ms", b"local_ms", "prefill", b"prefill", "prefill_worker", b"prefill_worker", "prompt_tokens", b"prompt_tokens", "reason", b"reason", "remote_ms", b"remote_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__local_ms: _TypeAlias = _typing.Literal["local_ms"]  # noqa: Y015
+    _WhichOneofArgType__local_ms: _TypeAlias = _typing.Literal["_local_ms", b"_local_ms"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_worker: _TypeAlias = _typing.Literal["prefill_worker"]  # noqa: Y015
+    _WhichOneofArgType__prefill_worker: _TypeAlias = _typing.Literal["_prefill_worker", b"_prefill_worker"]  # noqa: Y015
+    _WhichOneofReturnType__remote_ms: _TypeAlias = _typing.Literal["remote_ms"]  # noqa: Y015
+    _WhichOneofArgType__remote_ms: _TypeAlias = _typing.Literal["_remote_ms", b"_remote_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__local_ms) -> _WhichOneofReturnType__local_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_worker) -> _WhichOneofReturnType__prefill_worker | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__remote_ms) -> _WhichOneofReturnType__remote_ms | None: ...
+
+Global___Explanation: _TypeAlias = Explanation  # noqa: Y015
+
+@_typing.final
+class StageExplanation(_message.Message):
+    """One comparison of workers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    policy: _builtins.str
+    """Name of the policy that gave the costs, which also decides their unit."""
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateScore]:
+        """Every worker, cheapest first, those that cannot be chosen last."""
+
+    def __init__(
+        self,
+        *,
+        policy: _builtins.str = ...,
+        candidates: _abc.Iterable[Global___CandidateScore] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageExplanation: _TypeAlias = StageExplanation  # noqa: Y015
+
+@_typing.final
+class CandidateScore(_message.Message):
+    """One worker as the policy saw it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    IS_ALLOWED_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    MATCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    REMAINING_TOKENS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    worker: _builtins.str
+    pool: _builtins.str
+    is_allowed: _builtins.bool
+    """Whether role, pool and load let it be chosen."""
+    rank: _builtins.int
+    """Place among those that would be chosen from, 0 is the best; absent: it is not one of them."""
+    cost: _builtins.float
+    """The less the better; what lacking room for KV costs is in it."""
+    matched_tokens: _builtins.int
+    """Leading prompt tokens whose KV it holds."""
+    remaining_tokens: _builtins.int
+    """Prompt tokens that it would compute, after what it fetches from others."""
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CostPart]:
+        """What the cost is made of; with most policies it is their sum."""
+
+    def __init__(
+        self,
+        *,
+        worker: _builtins.str = ...,
+        pool: _builtins.str = ...,
+        is_allowed: _builtins.bool = ...,
+        rank: _builtins.int | None = ...,
+        cost: _builtins.float = ...,
+        matched_tokens: _builtins.int = ...,
+        remaining_tokens: _builtins.int = ...,
+        parts: _abc.Iterable[Global___CostPart] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "rank", b"rank"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "cost", b"cost", "is_allowed", b"is_allowed", "matched_tokens", b"matched_tokens", "parts", b"parts", "pool", b"pool", "rank", b"rank", "remaining_tokens", b"remaining_tokens", "worker", b"worker"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
+
+Global___CandidateScore: _TypeAlias = CandidateScore  # noqa: Y015
+
+@_typing.final
+class CostPart(_message.Message):
+    """A part of a cost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """With its unit at the end."""
+    value: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CostPart: _TypeAlias = CostPart  # noqa: Y015

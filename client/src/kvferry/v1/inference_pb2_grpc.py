@@ -50,6 +50,11 @@ class InferenceStub(object):
                 request_serializer=kvferry_dot_v1_dot_inference__pb2.ModelsRequest.SerializeToString,
                 response_deserializer=kvferry_dot_v1_dot_inference__pb2.ModelsResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/kvferry.v1.Inference/Explain',
+                request_serializer=kvferry_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=kvferry_dot_v1_dot_inference__pb2.Explanation.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer(object):
@@ -77,6 +82,14 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Say where a request would run if it came now, and why. It is checked like any other, but nothing runs and nothing
+        is reserved.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -94,6 +107,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Models,
                     request_deserializer=kvferry_dot_v1_dot_inference__pb2.ModelsRequest.FromString,
                     response_serializer=kvferry_dot_v1_dot_inference__pb2.ModelsResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=kvferry_dot_v1_dot_inference__pb2.ExplainRequest.FromString,
+                    response_serializer=kvferry_dot_v1_dot_inference__pb2.Explanation.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -178,6 +196,33 @@ class Inference(object):
             '/kvferry.v1.Inference/Models',
             kvferry_dot_v1_dot_inference__pb2.ModelsRequest.SerializeToString,
             kvferry_dot_v1_dot_inference__pb2.ModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvferry.v1.Inference/Explain',
+            kvferry_dot_v1_dot_inference__pb2.ExplainRequest.SerializeToString,
+            kvferry_dot_v1_dot_inference__pb2.Explanation.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,10 @@ class InferenceStub:
     """Answer a conversation; the model's chat template makes the prompt."""
     Models: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ModelsRequest, _inference_pb2.ModelsResponse]
     """List the models that are served."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.Explanation]
+    """Say where a request would run if it came now, and why. It is checked like any other, but nothing runs and nothing
+    is reserved.
+    """
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -51,6 +55,10 @@ class InferenceAsyncStub(InferenceStub):
     """Answer a conversation; the model's chat template makes the prompt."""
     Models: _aio.UnaryUnaryMultiCallable[_inference_pb2.ModelsRequest, _inference_pb2.ModelsResponse]  # type: ignore[assignment]
     """List the models that are served."""
+    Explain: _aio.UnaryUnaryMultiCallable[_inference_pb2.ExplainRequest, _inference_pb2.Explanation]  # type: ignore[assignment]
+    """Say where a request would run if it came now, and why. It is checked like any other, but nothing runs and nothing
+    is reserved.
+    """
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     """Text generation on an open-weight model."""
@@ -78,5 +86,15 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.ModelsResponse, _abc.Awaitable[_inference_pb2.ModelsResponse]]:
         """List the models that are served."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _inference_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.Explanation, _abc.Awaitable[_inference_pb2.Explanation]]:
+        """Say where a request would run if it came now, and why. It is checked like any other, but nothing runs and nothing
+        is reserved.
+        """
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
