@@ -38,6 +38,8 @@ class PlacementRules:
     local_prefill_max_tokens: int = 32
     """A decode worker always computes up to so many uncached prompt tokens itself, and is asked for more only where
     that is predicted to be clearly better."""
+    prefills_on_decode: bool = True
+    """Whether a pure decode worker may be asked for more than that at all."""
     hysteresis: float = 0.25
     """Part by which the unusual place for a prompt must be better than the usual one: a pure decode worker is unusual,
     a unified one usual."""
@@ -307,6 +309,8 @@ class Placement:
         more = 1.0 + self._rules.hysteresis
         if is_usual:
             return local_ms <= remote_ms * more
+        if not self._rules.prefills_on_decode:
+            return False
         return local_ms * more + self._rules.hysteresis_ms < remote_ms
 
     def _transfer_ms(self, decode_row: int) -> float:

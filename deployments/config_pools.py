@@ -129,6 +129,11 @@ class RoutingConfig(Section):
         ge=0,
         description="Uncached prompt tokens up to which decode computes them itself. null: one block.",
     )
+    prefill_on_decode: bool = Field(
+        default=True,
+        description="Whether decode computes more than local_prefill_max_tokens itself where that is predicted to be "
+        "clearly sooner, the delay of its other requests included.",
+    )
     policy: PolicyName = Field(
         default="predicted_latency", description="How the workers that may take a request are compared."
     )
@@ -161,8 +166,8 @@ class LimitsConfig(Section):
     max_running_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Tokens of prompt and counted output that one gateway serves at a time; more wait. null: the KV of "
-        "all workers that decode.",
+        description="Tokens of prompt and counted output that a gateway serves at a time; more wait. null: any number. "
+        "Requests whose prompts share a prefix share its KV, which this does not know.",
     )
     max_waiting_tokens: int | None = Field(
         default=None, ge=1, description="Such tokens that may wait in one gateway. null: as many as may be served."

@@ -147,6 +147,7 @@ def dispatch_rules(config: AppConfig) -> DispatchRules:
             policy=config.routing.policy,
             costs=PolicyRules(block_size=config.model.block_size),
             local_prefill_max_tokens=config.local_prefill_max_tokens,
+            prefills_on_decode=config.routing.prefill_on_decode,
             reuse=_reuse_rules(config.reuse) if config.reuse.enabled else None,
         ),
         long_prefill_tokens=config.routing.long_prefill_tokens,

@@ -23,6 +23,8 @@ from messages.requests import GenerationRequest, RequestId, SamplingParams
 from messages.tokens import Provenance, TokenEvent, Usage
 from telemetry.metrics import GatewayMetrics
 
+_NO_LIMIT = 1 << 62
+
 
 class TokenRoute(Protocol):
     """One request on its way; what it cost is right once `tokens` has ended."""
@@ -147,8 +149,8 @@ class TextService:
     def tend(self) -> None:
         """Follow the workers that come and go, and the clock: whoever waits is told; to be called now and then."""
         admission, most = self._line.admission, self._limits.max_running_tokens
-        capacity = self._router.capacity_tokens()
-        self._line.tell(admission.set_budget(capacity if most is None or not capacity else most))
+        has_room = self._router.capacity_tokens() > 0
+        self._line.tell(admission.set_budget((_NO_LIMIT if most is None else most) if has_room else 0))
         self._line.tell(admission.expire())
 
     def _ask(self, request: GenerationRequest) -> Ask:

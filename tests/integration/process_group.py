@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from deployments.config import AppConfig, GatewayConfig, ModelConfig, PoolConfig
+from deployments.config import AppConfig, GatewayConfig, ModelConfig, PoolConfig, RoutingConfig
 from deployments.config_kv import HandoffConfig, RegistryConfig
 from deployments.gateway.gateway import GatewayRuntime
 from deployments.preflight import free_ports
@@ -148,6 +148,8 @@ class ProcessGroup:
                 PoolConfig(name=role, role=role, num_threads=1, host="127.0.0.1")  # type: ignore[arg-type]
                 for role in sorted(set(workers.values()))
             ],
+            # Tests break what is on its way from one worker to another, and slow workers down whose times are learned.
+            "routing": RoutingConfig(policy="cache_aware", prefill_on_decode=False),
             "handoff": HandoffConfig(lease_s=lease_s, read_deadline_s=read_deadline_s, same_host=same_host),
         }
 

@@ -91,10 +91,15 @@ class Story:
         return self.result
 
 
-def decode_of(group: ProcessGroup) -> str:
-    """The decode worker that has the request."""
-    samples = [sample for sample in group.gateway.links.samples() if sample.worker_id in DECODE]
-    return max(samples, key=lambda sample: sample.running + sample.waiting).worker_id
+async def decode_of(group: ProcessGroup) -> str:
+    """The decode worker that has the request, once its heartbeat says so."""
+
+    def busy() -> list[str]:
+        samples = group.gateway.links.samples()
+        return [one.worker_id for one in samples if one.worker_id in DECODE and one.running + one.waiting]
+
+    await group.until(lambda: bool(busy()))
+    return busy()[0]
 
 
 async def slow_down(group: ProcessGroup) -> None:
@@ -108,7 +113,7 @@ async def disturbed(group: ProcessGroup, story: Story, *after: int) -> Completio
     story.start()
     for count in after:
         await story.until_tokens(count)
-        await group.workers[decode_of(group)].kill()
+        await group.workers[await decode_of(group)].kill()
     result = await story.end()
     await group.mend()
     await group.until_baseline()
@@ -217,7 +222,7 @@ async def test_a_worker_that_stops_answering_is_replaced_as_well(group: ProcessG
     story.start()
     await story.until_tokens(9)
 
-    group.workers[decode_of(group)].send_signal(signal.SIGSTOP)
+    group.workers[await decode_of(group)].send_signal(signal.SIGSTOP)
     result = await story.end()
 
     assert story.tokens[0] == reference(story.prompt, 30)
@@ -233,7 +238,7 @@ async def test_a_client_that_leaves_during_a_replay_leaves_nothing_behind(group:
     story = Story(group, make_prompt(60, 93), {"max_tokens": 60, "temperature": 0, "ignore_eos": True})
     story.start()
     await story.until_tokens(9)
-    await group.workers[decode_of(group)].kill()
+    await group.workers[await decode_of(group)].kill()
     await group.until(lambda: any(group.sample(name).running for name in ("p1", "p2")))
 
     story.task.cancel()

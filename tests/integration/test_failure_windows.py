@@ -264,11 +264,10 @@ async def test_prefill_restarts_on_its_address(group: ProcessGroup, reference: R
         prompt = make_prompt(60, SEEDS.next())
         answer = await group.client.generate(prompt, max_tokens=4, temperature=0, ignore_eos=True)
         assert list(answer.token_ids) == reference(prompt, 4)
-        # Of idle ones the first is chosen.
-        assert (answer.provenance.prefill_worker, answer.provenance.decode_computed_tokens) == ("p1", 0)
+        assert answer.provenance.decode_computed_tokens == 0
         if number < num_lives:
-            await group.workers["p1"].kill()
-            await group.start("p1")
+            await group.workers[answer.provenance.prefill_worker].kill()
+            await group.start(answer.provenance.prefill_worker)
             await group.until_live(*WORKERS)
             async with asyncio.timeout(10):
                 while await decode.num_peers() > len(PREFILL):  # noqa: ASYNC110 - it is in another process

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from cluster.pools import Role
-from deployments.config import PoolConfig
+from deployments.config import PoolConfig, RoutingConfig
 from deployments.config_kv import ReuseConfig
 from deployments.worker_links import Exchange
 from messages.errors import ServingError
@@ -17,6 +17,7 @@ from messages.v1 import worker_pb2 as pb
 from messages.wire import error_from_wire, request_to_wire, reuse_to_wire, tokens_from_wire
 from tests.integration.worker_pair import WorkerPair
 
+COSTS_IN_TOKENS = RoutingConfig(policy="cache_aware")
 EAGER = {"min_tokens": 1, "overhead_ms": 0.0, "margin": 0.0}
 """Prefixes move whenever somebody holds more."""
 
@@ -38,7 +39,9 @@ class WorkerGroup(WorkerPair):
     def __init__(self, folder: Path, roles: dict[str, Role], *, reuse: dict[str, Any] | None = None, **more: Any):
         super().__init__(folder, **more)
         pools = [PoolConfig(name=name, role=role, num_threads=1) for name, role in roles.items()]
-        self.config = self.config.model_copy(update={"pools": pools, "reuse": ReuseConfig(**(EAGER | (reuse or {})))})
+        # Costs in tokens, which a test can add up; predicted times depend on how fast the machine is.
+        update = {"pools": pools, "reuse": ReuseConfig(**(EAGER | (reuse or {}))), "routing": COSTS_IN_TOKENS}
+        self.config = self.config.model_copy(update=update)
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()

@@ -157,6 +157,14 @@ def test_an_idle_decode_worker_helps_out_when_the_prefill_queue_is_long() -> Non
     assert plan.local_ms * 1.25 + 50 < plan.remote_ms
 
 
+def test_a_decode_worker_never_helps_out_where_it_must_not() -> None:
+    rules = replace(RULES, prefills_on_decode=False)
+
+    plan = place(1000, P1.with_load(queued_prefill_tokens=5000), D1, rules=rules).plan
+
+    assert (plan.is_local, plan.reason) == (False, "sooner_there")
+
+
 def test_a_decode_worker_with_streams_does_not_hold_them_up_for_it() -> None:
     """The same, but 8 streams would each be a second late."""
     busy = D1.with_load(running=8, context_tokens=4000)
