@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cluster.memory_ledger import MemoryLedger
-from deployments.config import AppConfig, ModelConfig, PoolConfig
+from deployments.config import AppConfig, ModelConfig, PoolConfig, RoutingConfig
 from deployments.config_kv import HandoffConfig
 from deployments.dispatcher import Dispatcher
 from deployments.gateway.gateway import dispatch_rules, make_fleet
@@ -117,6 +117,8 @@ class WorkerPair:
                 PoolConfig(name="prefill", role="prefill", num_threads=1),
                 PoolConfig(name="decode", role="decode", num_threads=1),
             ],
+            # Costs that a test can add up; predicted times depend on how fast the machine is.
+            routing=RoutingConfig(policy="cache_aware", prefill_on_decode=False),
             handoff=HandoffConfig(**({"lease_s": lease_s, "read_deadline_s": min(2.0, lease_s / 2)} | (handoff or {}))),
         )
         self.folder = folder
