@@ -175,7 +175,7 @@ async def test_a_storm_of_failures_leaves_nothing_behind(
     assert not tally.wrong, tally.wrong
     assert tally.outcomes["whole"] > duration_s
     assert not [outcome for outcome in tally.outcomes if outcome.startswith("fatal")]
-    assert len(tally.blows) >= 4
+    assert len(tally.blows) >= 3
     await group.mend()
     await group.until_baseline(20.0)
     await check_every_prompt(storm)
