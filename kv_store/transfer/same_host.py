@@ -23,8 +23,8 @@ from kv_store.transfer.shared_memory import PeerMapping, SharedAddress, SharedBu
 from kv_store.transfer.wrapper import WrappedTransport
 from messages.errors import PeerUnreachable, TransferError, TransferTimeout
 
-INLINE_BYTES = 1 << 20
-"""A copy of so much takes less time than the way to a thread and back."""
+INLINE_BYTES = 16 << 20
+"""A copy of so much takes 1 to 2 ms; waking a thread and being woken by it takes as long where cores idle."""
 PIECE_BYTES = 8 << 20
 """Copied between two looks at whether the read goes on, about 1 ms."""
 _HEADER = struct.Struct("<4sI")
@@ -68,11 +68,14 @@ class SameHostTransport(WrappedTransport):
         if known is not None and known.mapping.is_alive:
             return
         self._forget(agent_name)
-        mapping = None if address is None else PeerMapping.open(address)
+        # In a thread: mapping a large arena takes some 10 ms.
+        mapping = None if address is None else await asyncio.to_thread(PeerMapping.open, address)
         if mapping is None:
             await self._inner.connect(agent_name, rest)
-        else:
-            self._peers[agent_name] = _MappedPeer(mapping, offset, memory.size_bytes)
+            return
+        # Another call may have been faster.
+        self._forget(agent_name)
+        self._peers[agent_name] = _MappedPeer(mapping, offset, memory.size_bytes)
 
     async def read(self, agent_name: str, ranges: Sequence[ByteRange], *, deadline_s: float) -> int:
         """See `BlockTransport.read`."""
@@ -81,7 +84,7 @@ class SameHostTransport(WrappedTransport):
             return await self._inner.read(agent_name, ranges, deadline_s=deadline_s)
         total = check_ranges(ranges, local_size=len(self._local), remote_size=peer.size_bytes)
         if total <= INLINE_BYTES:
-            peer.copy(ranges, self._local)
+            _copy(ranges, peer.remote, self._local)
         else:
             await self._copy_in_thread(agent_name, peer, ranges, deadline_s)
         if not peer.mapping.is_alive:
@@ -104,8 +107,7 @@ class SameHostTransport(WrappedTransport):
     def _forget(self, agent_name: str) -> None:
         peer = self._peers.pop(agent_name, None)
         if peer is not None:
-            peer.is_gone = True
-            peer.mapping.close()
+            peer.close()
 
     async def _copy_in_thread(
         self, agent_name: str, peer: "_MappedPeer", ranges: Sequence[ByteRange], deadline_s: float
@@ -153,21 +155,28 @@ class _MappedPeer:
         self.mapping = mapping
         self.size_bytes = size_bytes
         self.is_gone = False
-        self._remote = mapping.bytes[offset : offset + size_bytes]
+        self.remote = mapping.bytes[offset : offset + size_bytes]
 
-    def copy(self, ranges: Sequence[ByteRange], local: NDArray[np.uint8]) -> None:
-        """Copy all ranges."""
-        for piece in ranges:
-            source = self._remote[piece.remote_offset : piece.remote_offset + piece.size]
-            local[piece.local_offset : piece.local_offset + piece.size] = source
+    def close(self) -> None:
+        """Copy no more pieces, and unmap; a piece that is being copied keeps the memory until it is."""
+        self.is_gone = True
+        self.remote = self.remote[:0].copy()
+        self.mapping.close()
 
     def copy_in_pieces(self, ranges: Sequence[ByteRange], local: NDArray[np.uint8], stop: threading.Event) -> bool:
         """Copy all ranges; False when it was told to stop, or the peer was forgotten, before the end."""
+        remote = self.remote
         for part in cut(ranges, PIECE_BYTES):
             if stop.is_set() or self.is_gone:
                 return False
-            self.copy(part, local)
+            _copy(part, remote, local)
         return True
+
+
+def _copy(ranges: Sequence[ByteRange], remote: NDArray[np.uint8], local: NDArray[np.uint8]) -> None:
+    for piece in ranges:
+        source = remote[piece.remote_offset : piece.remote_offset + piece.size]
+        local[piece.local_offset : piece.local_offset + piece.size] = source
 
 
 def _unpack(metadata: bytes) -> tuple[SharedAddress | None, int, bytes]:

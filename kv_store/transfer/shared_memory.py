@@ -11,6 +11,7 @@ import mmap
 import os
 import secrets
 import select
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Self
 
@@ -126,6 +127,8 @@ class PeerMapping:
         self._poll.unregister(self._pidfd)
         os.close(self._pidfd)
         self.bytes = np.zeros(0, np.uint8)
+        with suppress(BufferError):
+            self._map.close()
 
 
 def _map_file(path: str, address: SharedAddress) -> mmap.mmap | None:
@@ -137,7 +140,9 @@ def _map_file(path: str, address: SharedAddress) -> mmap.mmap | None:
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        mapped = mmap.mmap(fd, address.size_bytes + _TOKEN_BYTES, prot=mmap.PROT_READ)
+        # All its pages at once: met one by one, each would cost as much as its copy.
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        mapped = mmap.mmap(fd, address.size_bytes + _TOKEN_BYTES, flags=flags, prot=mmap.PROT_READ)
     finally:
         os.close(fd)
     return mapped if mapped[address.size_bytes :] == bytes.fromhex(address.token) else None
