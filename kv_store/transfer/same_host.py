@@ -11,7 +11,6 @@ import struct
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ INLINE_BYTES = 16 << 20
 """A copy of so much takes 1 to 2 ms; waking a thread and being woken by it takes as long where cores idle."""
 PIECE_BYTES = 8 << 20
 """Copied between two looks at whether the read goes on, about 1 ms."""
+QUIET_WAIT_S = 1.0
 _HEADER = struct.Struct("<4sI")
 _MAGIC = b"KVS1"
 
@@ -46,6 +46,8 @@ class SameHostTransport(WrappedTransport):
         self._shared = shared
         self._offset = buffer.data_ptr() - shared.tensor.data_ptr()
         self._peers: dict[str, _MappedPeer] = {}
+        self._mapping: dict[str, asyncio.Task[PeerMapping | None]] = {}
+        """Peers that are being mapped, or were and nobody has taken it in."""
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="same-host-copy")
 
     @property
@@ -64,18 +66,15 @@ class SameHostTransport(WrappedTransport):
         memory = PeerMemory.from_bytes(rest)
         if memory.agent_name != agent_name:
             raise TransferError("the metadata belongs to another agent", agent_name=agent_name)
+        if address is not None and offset + memory.size_bytes > address.size_bytes:
+            raise TransferError("the arena leaves the shared memory", agent_name=agent_name)
         known = self._peers.get(agent_name)
-        if known is not None and known.mapping.is_alive:
-            return
-        self._forget(agent_name)
-        # In a thread: mapping a large arena takes some 10 ms.
-        mapping = None if address is None else await asyncio.to_thread(PeerMapping.open, address)
-        if mapping is None:
+        if known is not None:
+            if known.mapping.is_alive:
+                return
+            self._forget(agent_name)
+        if address is None or not await self._map(agent_name, address, (offset, memory.size_bytes)):
             await self._inner.connect(agent_name, rest)
-            return
-        # Another call may have been faster.
-        self._forget(agent_name)
-        self._peers[agent_name] = _MappedPeer(mapping, offset, memory.size_bytes)
 
     async def read(self, agent_name: str, ranges: Sequence[ByteRange], *, deadline_s: float) -> int:
         """See `BlockTransport.read`."""
@@ -99,15 +98,36 @@ class SameHostTransport(WrappedTransport):
 
     def close(self) -> None:
         """See `BlockTransport.close`."""
-        for agent_name in list(self._peers):
+        for agent_name in [*self._peers, *self._mapping]:
             self._forget(agent_name)
         self._threads.shutdown(wait=True)
         self._inner.close()
+
+    async def _map(self, agent_name: str, address: SharedAddress, place: tuple[int, int]) -> bool:
+        """Map a peer's memory, in a thread, because a large arena takes some 10 ms; False: it cannot be.
+
+        Raises:
+            PeerUnreachable: It was forgotten meanwhile.
+        """
+        task = self._mapping.get(agent_name)
+        if task is None:
+            task = self._mapping[agent_name] = asyncio.create_task(asyncio.to_thread(PeerMapping.open, address))
+        mapping = await asyncio.shield(task)
+        if self._mapping.get(agent_name) is task:
+            del self._mapping[agent_name]
+            if mapping is not None:
+                self._peers[agent_name] = _MappedPeer(mapping, *place)
+        if mapping is not None and agent_name not in self._peers:
+            raise PeerUnreachable("the peer was forgotten", agent_name=agent_name)
+        return mapping is not None
 
     def _forget(self, agent_name: str) -> None:
         peer = self._peers.pop(agent_name, None)
         if peer is not None:
             peer.close()
+        task = self._mapping.pop(agent_name, None)
+        if task is not None:
+            task.add_done_callback(_unmap)
 
     async def _copy_in_thread(
         self, agent_name: str, peer: "_MappedPeer", ranges: Sequence[ByteRange], deadline_s: float
@@ -143,9 +163,12 @@ class SameHostTransport(WrappedTransport):
                 quiet.set_result(None)
 
         copying.add_done_callback(settle)
+        try:
+            await asyncio.wait([quiet], timeout=QUIET_WAIT_S)
+        except asyncio.CancelledError as second:
+            mark_busy(second, quiet)
+            raise
         mark_busy(error, quiet)
-        with suppress(asyncio.CancelledError):
-            await asyncio.wait([quiet], timeout=1.0)
 
 
 class _MappedPeer:
@@ -171,6 +194,12 @@ class _MappedPeer:
                 return False
             _copy(part, remote, local)
         return True
+
+
+def _unmap(task: "asyncio.Task[PeerMapping | None]") -> None:
+    mapping = None if task.cancelled() or task.exception() is not None else task.result()
+    if mapping is not None:
+        mapping.close()
 
 
 def _copy(ranges: Sequence[ByteRange], remote: NDArray[np.uint8], local: NDArray[np.uint8]) -> None:

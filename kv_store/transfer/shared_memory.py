@@ -48,10 +48,16 @@ class SharedAddress:
         Raises:
             TransferError: It is not such an address.
         """
+        malformed = TransferError("malformed address of shared memory", size_bytes=len(data))
         try:
-            return cls(**json.loads(data))
+            address = cls(**json.loads(data))
+            bytes.fromhex(address.token)
         except (ValueError, TypeError) as error:
-            raise TransferError("malformed address of shared memory", size_bytes=len(data)) from error
+            raise malformed from error
+        numbers = (address.pid, address.fd, address.size_bytes)
+        if any(type(number) is not int or number < 0 for number in numbers) or not isinstance(address.namespace, str):
+            raise malformed
+        return address
 
 
 class SharedBuffer:

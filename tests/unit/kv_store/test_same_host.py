@@ -15,7 +15,7 @@ import torch
 from kv_store.transfer.loopback import LoopbackNetwork, LoopbackTransport
 from kv_store.transfer.protocol import ByteRange, destination_free
 from kv_store.transfer.same_host import INLINE_BYTES, SameHostTransport
-from kv_store.transfer.shared_memory import PeerMapping, SharedBuffer
+from kv_store.transfer.shared_memory import PeerMapping, SharedAddress, SharedBuffer
 from messages.errors import PeerUnreachable, TransferError, TransferTimeout
 
 SIZE = 32 << 20
@@ -163,6 +163,56 @@ async def test_a_read_that_is_late_or_cancelled_leaves_a_quiet_destination(pair:
     for error in (late.value, cancelled.value):
         quiet = destination_free(error)
         assert quiet is None or quiet.done()
+
+
+async def test_two_connects_at_once_are_one_peer(pair: Pair) -> None:
+    await asyncio.gather(*(pair.reader.connect("owner", pair.metadata) for _ in range(3)))
+
+    await pair.read((0, 0, 100))
+
+    assert pair.is_right(0, 0, 100)
+    assert pair.reader.num_peers == 1
+
+
+async def test_a_peer_that_is_forgotten_or_given_up_while_it_is_mapped_leaves_no_mapping(pair: Pair) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+
+    connecting = asyncio.create_task(pair.reader.connect("owner", pair.metadata))
+    await asyncio.sleep(0)
+    await pair.reader.disconnect("owner")
+    with pytest.raises(PeerUnreachable):
+        await connecting
+    connecting = asyncio.create_task(pair.reader.connect("owner", pair.metadata))
+    await asyncio.sleep(0)
+    connecting.cancel()
+    await asyncio.wait([connecting])
+    await pair.reader.disconnect("owner")
+    await asyncio.sleep(0.1)
+
+    assert pair.reader.num_peers == 0
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_a_read_whose_deadline_and_cancellation_come_together_is_cancelled(pair: Pair) -> None:
+    await pair.reader.connect("owner", pair.metadata)
+    reading = asyncio.create_task(pair.read((0, 0, 24 << 20), deadline_s=0.0))
+    while not reading.done():
+        reading.cancel()
+        await asyncio.sleep(0)
+
+    assert reading.cancelled()
+
+
+async def test_an_address_that_is_malformed_or_too_small_is_refused(pair: Pair) -> None:
+    good = SharedBuffer(4096).address
+    for wrong in ({"pid": "1"}, {"fd": -1}, {"size_bytes": True}, {"token": "xyz"}, {"namespace": 3}):
+        with pytest.raises(TransferError):
+            SharedAddress.from_bytes(replace(good, **wrong).to_bytes())  # type: ignore[arg-type]
+    address = SharedAddress.from_bytes(pair.metadata[8 : pair.metadata.index(b"}") + 1])
+    smaller = replace(address, size_bytes=4096).to_bytes()
+    rest = pair.metadata[pair.metadata.index(b"}") + 1 :]
+    with pytest.raises(TransferError, match="leaves the shared memory"):
+        await pair.reader.connect("owner", pair.metadata[:4] + len(smaller).to_bytes(4, "little") + smaller + rest)
 
 
 async def test_an_owner_that_ends_leaves_nothing_behind(pair: Pair) -> None:
