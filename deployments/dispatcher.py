@@ -171,7 +171,7 @@ class Dispatcher:
         try:
             row = self.fleet.snapshot.row_of(decode.worker_id)
             if row is None or not placement.is_current:
-                self._give_back(reservations)
+                self._give_back(reservations, ask)
                 return None
             others, reason = self._may_prefill(placement, ask)
             plan = placement.plan_prefill(row, others, force_remote=ask.forces_remote)
@@ -182,11 +182,11 @@ class Dispatcher:
             reservations["prefill"] = await self._reserve("prefill", plan.ranking, need, ask)
             prefill_row = self.fleet.snapshot.row_of(reservations["prefill"].worker_id)
             if prefill_row is None or not placement.is_current:
-                self._give_back(reservations)
+                self._give_back(reservations, ask)
                 return None
             return replace(self._sent(placement, row, prefill_row, plan, reservations), pool_reasons=reasons)
         except BaseException:
-            self._give_back(reservations)
+            self._give_back(reservations, ask)
             raise
 
     def _still_good(self, ask: Ask, placement: Placement) -> Reservation | None:
@@ -278,9 +278,9 @@ class Dispatcher:
         for role, reason in sent.pool_reasons.items():
             self._metrics.pool_choices.labels(role=role, reason=reason).inc()
 
-    def _give_back(self, reservations: Mapping[Role, Reservation]) -> None:
-        for reservation in reservations.values():
-            self._keep(self._release(reservation))
+    def _give_back(self, reservations: Mapping[Role, Reservation], ask: Ask) -> None:
+        """Release what this try has made; what it was given is still its giver's."""
+        self.release(*(held for held in reservations.values() if held != ask.kept))
 
     async def _release(self, reservation: Reservation, after_s: float = 0.0) -> None:
         if after_s:

@@ -139,7 +139,7 @@ class Route:
         log.warning("request.moved request_id=%s kind=%s error=%s", self._request.request_id, kind, error)
         self._router.metrics.migrations.labels(request=kind).inc()
         self._failure, self._avoided = error, self._avoided | {self._culprit}
-        if self._sent is not None and self._culprit == self._sent.prefill:
+        if self._sent is not None and self._culprit == self._sent.prefill and not self._has_progressed:
             # Another prefill worker computes for the same decode worker.
             self._kept = self._sent.reservations["decode"]
 

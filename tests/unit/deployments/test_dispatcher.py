@@ -247,6 +247,18 @@ async def test_another_prefill_worker_computes_under_the_same_decode_reservation
     assert [row.nonce for row in await ledger.pending("decode")] == [kept.nonce]
 
 
+async def test_a_placement_that_fails_leaves_a_kept_reservation_to_its_giver() -> None:
+    workers = Workers(p1="prefill", d1="decode")
+    dispatching, ledger = make_dispatcher(workers)
+    kept = (await dispatching.send(ask("r"))).reservations["decode"]
+
+    with pytest.raises(Unavailable):
+        await dispatching.send(ask("r2", avoided=frozenset({"p1"}), kept=kept))
+    await dispatching.close()
+
+    assert kept in await ledger.pending("decode")
+
+
 async def test_a_kept_reservation_on_a_worker_that_is_gone_or_avoided_is_not_used() -> None:
     workers = Workers(p1="prefill", d1="decode", d2="decode")
     dispatching, _ = make_dispatcher(workers)
