@@ -68,7 +68,8 @@ class GatewayRuntime:
         dispatcher = Dispatcher(fleet, ledger, dispatch_rules(config), metrics, _moving_ranges(config, fleet))
         exits.push_async_callback(dispatcher.close)
         router = Router(links, registry, dispatcher, metrics, config.limits.max_buffered_events)
-        self.service = TextService(config.model.name, tokenizer, router, metrics, config.limits)
+        max_wait_s = config.routing.long_max_wait_s
+        self.service = TextService(config.model.name, tokenizer, router, metrics, config.limits, max_wait_s=max_wait_s)
         self._watch = asyncio.create_task(links.watch(), name="worker-links")
         self._tend = asyncio.create_task(tend(registry), name="registry-tend")
         self._admit = asyncio.create_task(self._tend_line(), name="waiting-line")

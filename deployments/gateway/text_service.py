@@ -80,14 +80,33 @@ class TextService:
     """Implements GenerationService over a router."""
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, router: TokenSource, metrics: GatewayMetrics, limits: LimitsConfig
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        router: TokenSource,
+        metrics: GatewayMetrics,
+        limits: LimitsConfig,
+        *,
+        max_wait_s: float = 10.0,
     ) -> None:
+        """Begin with nobody inside.
+
+        Args:
+            model: What clients call the model.
+            tokenizer: Of the model.
+            router: Turns requests into tokens.
+            metrics: What is counted.
+            limits: On requests.
+            max_wait_s: A request that waits for tokens lets others of its priority pass no longer than this.
+        """
         self._model = model
         self._tokenizer = tokenizer
         self._router = router
         self._metrics = metrics
         self._limits = limits
-        rules = AdmissionRules(max_requests=limits.max_queue, max_waiting_tokens=limits.max_waiting_tokens)
+        rules = AdmissionRules(
+            max_requests=limits.max_queue, max_waiting_tokens=limits.max_waiting_tokens, max_wait_s=max_wait_s
+        )
         self._line = WaitingLine(Admission(rules, 0, time.monotonic))
         metrics.waiting.set_function(lambda: self._line.admission.num_waiting)
         self._num_running = 0
