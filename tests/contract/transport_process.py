@@ -6,7 +6,6 @@ An agent crashes in the interpreter's exit, so both end by `os._exit`, and none 
 """
 
 import asyncio
-import ctypes
 import json
 import os
 import signal
@@ -23,18 +22,10 @@ from kv_store.transfer.nixl import NixlTransport
 from kv_store.transfer.protocol import BlockTransport
 from kv_store.transfer.same_host import SameHostTransport
 from kv_store.transfer.shared_memory import SharedBuffer
+from tests.child_process import die_with_parent, say
 from tests.contract.transport_scenarios import SCENARIOS, SIZE, Owner, pattern
 
 IDLE_S = 10.0
-
-
-def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def make_transport(name: str, *, is_shared: bool, timeout_s: float = 5.0) -> tuple[BlockTransport, torch.Tensor]:

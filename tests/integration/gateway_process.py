@@ -14,7 +14,7 @@ from pathlib import Path
 from deployments.config import AppConfig, parse_config
 from deployments.gateway.gateway import GatewayRuntime
 from telemetry.logs import log_to_stderr
-from tests.integration.child_process import die_with_parent, say
+from tests.child_process import die_with_parent, say
 
 
 async def run(config: AppConfig) -> None:

@@ -20,7 +20,7 @@ from deployments.worker.runtime import WorkerRuntime
 from messages.fault_plan import parse_faults
 from messages.faults import Faults
 from telemetry.logs import log_to_stderr
-from tests.integration.child_process import die_with_parent, say
+from tests.child_process import die_with_parent, say
 
 
 class ReplaceableFaults(Faults):
